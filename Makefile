@@ -1,0 +1,101 @@
+# One environment per purpose, made on first use and again when pyproject.toml changes:
+#   .venv            the package, and with `make test` its development tools
+#   .venv-latest     the same under the newest Python found, with the newest JAX
+#   .venv-reference  CPU torch and the PyTorch implementations that fixtures are made with
+# PYTHON=/path/to/python chooses the interpreter of an environment that does not exist yet.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+export PYTHON
+VENV ?= .venv
+LATEST ?= .venv-latest
+REFERENCE ?= .venv-reference
+# Where pip finds CPU builds of torch, beside the configured index. On Linux the index's own builds carry CUDA: right, but large.
+TORCH_INDEX ?=
+PROMPT ?= Write three sentences about the sea.
+DEMO_FLAGS ?= --max-new-tokens 96
+PYTEST_FLAGS ?=
+CASES ?=
+BENCH_FLAGS ?=
+
+pip = $(1)/bin/python -m pip install -qq --disable-pip-version-check
+
+# $(call environment,FOLDER,WHICH): a virtual environment there, by the Python that tools/find_python.sh finds for WHICH.
+define environment
+	if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+	  python=$$(tools/find_python.sh $(2)); \
+	  echo "making $(1) with $$($$python --version) ($$python)"; \
+	  $$python -m venv --clear $(1); \
+	fi
+endef
+
+.PHONY: help demo test test-latest lint reference goldens bench clean
+
+help:
+	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
+	@echo "make test         set up, run the tests            (PYTEST_FLAGS=\"-k name\")"
+	@echo "make test-latest  the tests under the newest Python found and the newest JAX"
+	@echo "make lint         ruff and the type checker"
+	@echo "make reference    make the environment of the PyTorch reference implementations"
+	@echo "make goldens      remake the fixtures under tests/goldens with it  (CASES=\"llama gemma3\")"
+	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
+	@echo "make clean        remove the environments and caches in this folder"
+
+$(VENV)/.installed: pyproject.toml
+	@$(call environment,$(VENV))
+	@echo "installing jaxspec into $(VENV) (about a minute)"
+	@$(call pip,$(VENV)) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	@$(call environment,$(VENV))
+	@echo "installing jaxspec and its development tools into $(VENV) (about a minute)"
+	@$(call pip,$(VENV)) -e ".[dev]"
+	@touch $(VENV)/.installed $@
+
+$(LATEST)/.installed-dev: pyproject.toml
+	@$(call environment,$(LATEST),newest)
+	@echo "installing jaxspec and its development tools into $(LATEST) (about a minute)"
+	@$(call pip,$(LATEST)) --upgrade --upgrade-strategy eager -e ".[dev]"
+	@touch $@
+
+$(REFERENCE)/.installed: pyproject.toml
+	@$(call environment,$(REFERENCE),3.11)
+	@echo "installing torch and the reference implementations into $(REFERENCE) (a few minutes)"
+	@$(call pip,$(REFERENCE)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[reference]"
+	@# With their dependencies these would bring CUDA builds of torch and an older transformers.
+	@$(call pip,$(REFERENCE)) --no-deps speculators==0.9.0 dflash==0.1.0 hs-connectors==0.9.0
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/python tools/fetch_demo.py
+	@$(VENV)/bin/python -m jaxspec.generate --stats $(DEMO_FLAGS) "$(PROMPT)"
+
+test: $(VENV)/.installed-dev
+	@$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+test-latest: $(LATEST)/.installed-dev
+	@$(LATEST)/bin/python -c 'import sys, jax, flax, numpy; print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}, Flax {flax.__version__}, NumPy {numpy.__version__}")'
+	@$(LATEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-dev
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/basedpyright
+
+reference: $(REFERENCE)/.installed
+
+goldens: $(REFERENCE)/.installed
+	@$(REFERENCE)/bin/python tools/make_rope_goldens.py
+	@$(REFERENCE)/bin/python tools/make_goldens.py $(CASES)
+
+bench: $(REFERENCE)/.installed
+	@$(REFERENCE)/bin/python tools/fetch_demo.py
+	@$(REFERENCE)/bin/python tools/bench_decode.py $(BENCH_FLAGS)
+
+clean:
+	rm -rf $(VENV) $(LATEST) $(REFERENCE) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

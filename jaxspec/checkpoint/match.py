@@ -1,0 +1,108 @@
+"""Which stored tensor fills which parameter: name prefixes, what may be left over, and one error for all that does not
+fit.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxspec.checkpoint.safetensors import DTYPES
+from jaxspec.checkpoint.source import Source
+from jaxspec.config import VerifierConfig
+from jaxspec.errors import InputError
+from jaxspec.verifiers.names import Link, Path, Table, expand, layout_of
+
+# The text model inside a checkpoint: multimodal now and before transformers 4.52, causal language model, bare model.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_TOWERS = re.compile(r"(vision_|audio_|multi_modal_projector|embed_vision|embed_audio)")
+_LISTED = 4
+
+
+@dataclass(frozen=True)
+class Match:
+    """For every parameter its links, each with the stored tensor's full name; and a summary of the tensors left out, ""
+    for none.
+    """
+
+    links: Mapping[Path, Sequence[tuple[Link, str]]]
+    left_out: str
+
+
+def match(
+    table: Table, config: VerifierConfig, shapes: Mapping[Path, tuple[int, ...]], source: Source, multimodal: bool
+) -> Match:
+    """Ties the parameters `shapes` (path -> shape) to the source's tensors.
+
+    `multimodal`: the config nests the text model, so that tensors outside it are left out instead of being extra.
+    Raises one InputError that lists everything missing, extra, of a wrong shape or of a wrong dtype.
+    """
+    links = expand(table, shapes, layout_of(table, source.tensors))
+    prefix = max(_PREFIXES, key=lambda candidate: sum(candidate + link.name in source.tensors for link in links))
+    tied: dict[Path, list[tuple[Link, str]]] = {path: [] for path in shapes}
+    missing, shape_errors, dtype_errors = [], [], []
+    used = set()
+    for link in links:
+        name = _stored_name(link, prefix, source)
+        tied[link.path].append((link, name))
+        if name in used:
+            continue
+        stored = source.tensors.get(name)
+        if stored is None:
+            missing.append(name)
+            continue
+        used.add(name)
+        if stored.shape != link.shape:
+            shape_errors.append(f"{name} is {list(stored.shape)}, not {list(link.shape)}")
+        if stored.dtype not in DTYPES:
+            dtype_errors.append(f"{name} is {stored.dtype}, not {', '.join(DTYPES)}")
+    unused = [name for name in source.tensors if name not in used and not _ignored(name, config)]
+    left_out = [name for name in unused if _outside(name, prefix, multimodal)]
+    problems = [
+        _listing("missing", list(dict.fromkeys(missing))),
+        _listing("extra", sorted(set(unused) - set(left_out))),
+        _listing("of a wrong shape", shape_errors),
+        _listing("of a wrong dtype", dtype_errors),
+    ]
+    if any(problems):
+        raise InputError(f"{source.where}: tensors {'; '.join(problem for problem in problems if problem)}")
+    return Match(tied, _summary(left_out))
+
+
+def _stored_name(link: Link, prefix: str, source: Source) -> str:
+    if link.name in _HEADS:
+        return next((name for name in _HEADS if name in source.tensors), link.name)
+    return prefix + link.name
+
+
+def _ignored(name: str, config: VerifierConfig) -> bool:
+    """Tensors that carry nothing: rotary tables, the head of a tied model, keys and values of layers that share
+    another's.
+    """
+    if re.search(r"rotary_emb\.\w*inv_freq$", name) or (config.tied and name in _HEADS):
+        return True
+    found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.(weight|bias)$", name)
+    if found is None or _TOWERS.search(name) or int(found[1]) >= config.num_layers:
+        return False
+    return config.layers[int(found[1])].attention.kv_source != int(found[1])
+
+
+def _outside(name: str, prefix: str, multimodal: bool) -> bool:
+    if "language_model" in prefix:
+        return not name.startswith(prefix)
+    return multimodal and _TOWERS.match(name.removeprefix("model.")) is not None
+
+
+def _summary(names: Iterable[str]) -> str:
+    parts = Counter(
+        ".".join(name.split(".")[:2]) if name.startswith("model.") else name.split(".")[0] for name in names
+    )
+    return ", ".join(f"{part} ({count} tensors)" for part, count in sorted(parts.items()))
+
+
+def _listing(what: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return f"{what}: {', '.join(items[:_LISTED])}{more}"

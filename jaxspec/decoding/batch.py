@@ -1,0 +1,156 @@
+"""One batch of requests from prompt to answer: bucketing, prefill, dispatches, stopping on the host."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.programs import MAX_PREFILL, MIN_PREFILL, MIN_STOP_IDS, Programs, RunTimer, power_of_two
+from jaxspec.decoding.result import FinishReason, Result, Timing, Usage
+from jaxspec.decoding.sampling import SamplingRows, TokenCounts
+from jaxspec.decoding.state import NO_TOKEN, DecodeState, Finish, Requests, pad_stop_ids
+from jaxspec.decoding.stopping import Answer
+from jaxspec.layers.cache import KVCache
+
+_REASONS: dict[int, FinishReason | None] = {Finish.RUNNING: None, Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One validated prompt with its parameters.
+
+    Fields:
+        index: place in the caller's list.
+        prompt: at least one token.
+        params: as given.
+        seed: params.seed, or one drawn for this request.
+        limit: most tokens to generate, the model's longest sequence taken into account.
+        stop_ids: every id that ends the answer.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    limit: int
+    stop_ids: tuple[int, ...]
+
+
+class Batch:
+    """Runs up to `rows` requests together; missing rows are filled with ones that have ended before they begin."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        requests: Sequence[Request],
+        rows: int,
+        decode_text: Callable[[Sequence[int]], str],
+        cache_dtype: DTypeLike,
+    ):
+        """`rows` B >= len(requests) is the bucket the batch runs in."""
+        self._programs = programs
+        self._requests = tuple(requests)
+        self._rows = rows
+        self._cache_dtype = cache_dtype
+        self._answers = [Answer(decode_text, request.params.stop) for request in requests]
+        self._finish = np.full(rows, Finish.STOP, np.int32)
+        self._finish[: len(requests)] = Finish.RUNNING
+        self._compiled_before = programs.compile_s
+        self._prefill_time = RunTimer(programs)
+        self._decode_time = RunTimer(programs)
+
+    def run(self, steps: int) -> Iterator[list[list[int]]]:
+        """Decode to the end, `steps` tokens a dispatch; yields each dispatch's new tokens, one list a request."""
+        state, fixed = self._start()
+        while (self._finish == Finish.RUNNING).any():
+            with self._decode_time:
+                state, dispatch = self._programs.decode(state, fixed, steps)
+                tokens, finish = np.asarray(dispatch.tokens), np.array(dispatch.finish)
+            new = []
+            for row, answer in enumerate(self._answers):
+                before = len(answer.token_ids)
+                if not answer.stopped:
+                    answer.extend([int(token) for token in tokens[row] if token != NO_TOKEN])
+                if answer.stopped:
+                    finish[row] = Finish.STOP
+                new.append(answer.token_ids[before:])
+            if (finish != np.asarray(dispatch.finish)).any():
+                state = replace(state, finish=jnp.array(finish))
+            self._finish = finish
+            yield new
+
+    def new_text(self, row: int) -> str:
+        """Text of one request that is final and was not returned before."""
+        return self._answers[row].new_text(last=not self.running(row))
+
+    def running(self, row: int) -> bool:
+        """Whether the request's answer goes on."""
+        return bool(self._finish[row] == Finish.RUNNING)
+
+    def results(self, load_s: float, number: int) -> list[Result]:
+        """The answers as they stand; `number` is the batch's place in the call."""
+        compile_s = self._programs.compile_s - self._compiled_before
+        prefill_s, decode_s = self._prefill_time.seconds, self._decode_time.seconds
+        results = []
+        for row, (request, answer) in enumerate(zip(self._requests, self._answers, strict=True)):
+            tokens = len(answer.token_ids)
+            rate = tokens / decode_s if decode_s else 0.0
+            results.append(
+                Result(
+                    prompt_ids=request.prompt,
+                    token_ids=tuple(answer.token_ids),
+                    text=answer.text(),
+                    finish_reason=_REASONS[int(self._finish[row])],
+                    usage=Usage(prompt_tokens=len(request.prompt), completion_tokens=tokens),
+                    timing=Timing(load_s, compile_s, prefill_s, decode_s, rate),
+                    batch=number,
+                )
+            )
+        return results
+
+    def _start(self) -> tuple[DecodeState, Requests]:
+        """Prefill everything but each prompt's last token, and make the state in front of the first one."""
+        missing = self._rows - len(self._requests)
+        prompts = [request.prompt for request in self._requests] + [(0,)] * missing
+        params = [request.params for request in self._requests] + [SamplingParams()] * missing
+        seeds = [request.seed for request in self._requests] + [0] * missing
+        limits = [request.limit for request in self._requests] + [1] * missing
+        stop_ids = [request.stop_ids for request in self._requests] + [()] * missing
+        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        with self._prefill_time:
+            cache = self._prefill(prompts, self._programs.capacity(longest))
+            vocab_size = self._programs.config.vocab_size
+            penalized = any(request.params.penalized for request in self._requests)
+            fixed = Requests(
+                sampling=SamplingRows.of(params, seeds),
+                limit=np.array(limits, np.int32),
+                stop_ids=pad_stop_ids(stop_ids, power_of_two(max(map(len, stop_ids)), MIN_STOP_IDS)),
+            )
+            state = DecodeState(
+                cache=cache,
+                anchor=np.array([prompt[-1] for prompt in prompts], np.int32),
+                generated=np.zeros(self._rows, np.int32),
+                finish=self._finish,
+                counts=TokenCounts.of_prompts(prompts, vocab_size) if penalized else None,
+            )
+            # Copies: donated arrays must not share memory with the host's.
+            state, fixed = jax.tree.map(
+                lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf), (state, fixed)
+            )
+            jax.block_until_ready(state)
+        return state, fixed
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> KVCache:
+        cache = self._programs.empty_cache(self._rows, capacity, self._cache_dtype)
+        counts = np.array([len(prompt) - 1 for prompt in prompts])
+        for start in range(0, int(counts.max()), MAX_PREFILL):
+            here = np.clip(counts - start, 0, MAX_PREFILL).astype(np.int32)
+            tokens = np.zeros((self._rows, power_of_two(int(here.max()), MIN_PREFILL)), np.int32)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : here[row]] = prompt[start : start + here[row]]
+            cache = self._programs.prefill(cache, tokens, here)
+        return cache

@@ -1,0 +1,243 @@
+"""The engine: a loaded model, its tokenizer and its compiled programs behind `generate` and `stream`."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from jaxspec import compilation_cache
+from jaxspec.config import VerifierConfig
+from jaxspec.decoding.batch import Batch, Request
+from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.plain import MAX_STEPS
+from jaxspec.decoding.programs import Programs, power_of_two
+from jaxspec.decoding.result import GenerationInterrupted, Result, StreamEvent
+from jaxspec.errors import InputError
+from jaxspec.prompts import PROMPT_KEYS
+from jaxspec.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.verifiers.decoder import Decoder
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+STREAM_STEPS = 4  # tokens a dispatch while streaming
+
+
+class Engine:
+    """Generates text with one model. Not for use from several threads at once."""
+
+    def __init__(
+        self,
+        config: VerifierConfig,
+        decoder: Decoder,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Sequence[int] = (),
+        max_batch_size: int = 8,
+        load_s: float = 0.0,
+        on_compile: Callable[[str | None], None] | None = None,
+    ):
+        """An engine on a decoder in memory; `from_pretrained` loads one.
+
+        Args:
+            config: what the decoder is.
+            decoder: with its weights.
+            tokenizer: None allows prompts of token ids only, and results have no text.
+            eos_ids: ids that end every answer unless `ignore_eos`.
+            max_batch_size: most rows that run together; longer lists run batch after batch.
+            load_s: seconds that loading took, for the results.
+            on_compile: called with a description before something compiles, and with None behind it.
+
+        Raises:
+            InputError: max_batch_size below 1.
+        """
+        if max_batch_size < 1:
+            raise InputError(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        self.config = config
+        self.tokenizer = tokenizer
+        self._eos_ids = tuple(eos_ids)
+        self._max_batch_size = max_batch_size
+        self._load_s = load_s
+        self._cache_dtype = decoder.embed.weight.dtype
+        self._programs = Programs(config, decoder, on_compile)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        drafter: str | None = None,
+        *,
+        speculative_config: str | Mapping[str, Any] | None = None,
+        dtype: DTypeLike | None = None,
+        mesh: str | None = None,
+        max_batch_size: int = 8,
+        on_load: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[str | None], None] | None = None,
+    ) -> "Engine":
+        """Load a model directory, hub id or .gguf file.
+
+        Compiled programs are kept on disk for the next process (`jaxspec.compilation_cache`).
+
+        Args:
+            model: where the verifier is.
+            drafter, speculative_config, mesh: not supported yet; anything but None is refused.
+            dtype: float32 or bfloat16 for weights and cache; None takes float32 on CPUs, else the checkpoint's own.
+            max_batch_size, on_compile: as for the constructor.
+            on_load: called with bytes done and bytes in all while the weights load.
+
+        Raises:
+            InputError: a model that cannot be loaded, or an argument that is not supported.
+        """
+        for name, value in (("drafter", drafter), ("speculative_config", speculative_config), ("mesh", mesh)):
+            if value is not None:
+                raise InputError(f"{name} is {value!r}; it is not supported yet and must be None")
+        from jaxspec.checkpoint.load import load_verifier
+
+        compilation_cache.enable()
+        start = time.perf_counter()
+        loaded = load_verifier(model, dtype=dtype, progress=on_load)
+        return cls(
+            loaded.config,
+            loaded.module,
+            tokenizer=load_tokenizer(loaded.tokenizer_source),
+            eos_ids=loaded.eos_ids,
+            max_batch_size=max_batch_size,
+            load_s=time.perf_counter() - start,
+            on_compile=on_compile,
+        )
+
+    @property
+    def compiled_programs(self) -> tuple[tuple[str | int | bool, ...], ...]:
+        """One tuple for each program compiled so far: its name and its sizes."""
+        return self._programs.keys
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Answer every prompt.
+
+        Args:
+            prompts: each a text (taken as it is, no chat template), a list of token ids, or a mapping with one key: "prompt",
+                "prompt_ids" or "messages" (through the chat template).
+            params: for all prompts, or one a prompt; None is greedy.
+
+        Returns:
+            Results in input order.
+
+        Raises:
+            InputError: a prompt or parameter that cannot be served; nothing is generated then.
+            GenerationInterrupted: on Ctrl-C, with what there is.
+        """
+        requests = self._requests(prompts, params)
+        # Prompts of like length share a batch: padding costs as much as tokens.
+        requests = sorted(requests, key=lambda request: len(request.prompt))
+        results: list[Result | None] = [None] * len(requests)
+        for number, start in enumerate(range(0, len(requests), self._max_batch_size)):
+            members = requests[start : start + self._max_batch_size]
+            batch = self._batch(members)
+            try:
+                for _ in batch.run(MAX_STEPS):
+                    pass
+            except KeyboardInterrupt:
+                self._collect(results, members, batch, number)
+                raise GenerationInterrupted(results) from None
+            self._collect(results, members, batch, number)
+        return [result for result in results if result is not None]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Answer one prompt piece by piece; the last event holds the result.
+
+        The pieces' texts add up to the result's text. No piece ends within a character or within what may become a stop string.
+
+        Args and errors: as for `generate`; raised by this call, not by the first piece.
+        """
+        requests = self._requests([prompt], params)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        batch = self._batch(requests)
+        held: list[int] = []
+        for (tokens,) in batch.run(STREAM_STEPS):
+            held += tokens
+            text = batch.new_text(0)
+            if not batch.running(0):
+                yield StreamEvent(text, tuple(held), batch.results(self._load_s, 0)[0])
+            elif text or self.tokenizer is None:
+                yield StreamEvent(text, tuple(held))
+                held = []
+
+    def _batch(self, requests: list[Request]) -> Batch:
+        rows = min(power_of_two(len(requests)), self._max_batch_size)
+        return Batch(self._programs, requests, rows, self._text, self._cache_dtype)
+
+    def _collect(self, results: list[Result | None], requests: list[Request], batch: Batch, number: int) -> None:
+        for request, result in zip(requests, batch.results(self._load_s, number), strict=True):
+            results[request.index] = result
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if isinstance(prompts, str | Mapping):
+            raise InputError("prompts is a single prompt; it must be a list of prompts")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InputError(
+                f"params has {len(params)} entries for {len(prompts)} prompts; it must have one or as many"
+            )
+        return [
+            self._request(index, prompt, wanted)
+            for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        where = f"prompt {index + 1}"
+        tokens = self._prompt_ids(where, prompt)
+        vocab, longest = self.config.vocab_size, self.config.max_positions
+        if not tokens:
+            raise InputError(f"{where} is empty; it must hold at least one token")
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise InputError(f"{where} holds token id {token!r}; the model's ids run from 0 to {vocab - 1}")
+        if len(tokens) >= longest:
+            raise InputError(
+                f"{where} has {len(tokens)} tokens; the model takes at most {longest} for prompt and answer together"
+            )
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise InputError(f"stop_token_ids holds {token}; the model's ids run from 0 to {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+        return Request(
+            index=index,
+            prompt=tuple(tokens),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            limit=min(params.max_new_tokens, longest - len(tokens)),
+            stop_ids=tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})),
+        )
+
+    def _prompt_ids(self, where: str, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or (key := next(iter(prompt))) not in PROMPT_KEYS:
+                raise InputError(
+                    f"{where} has the keys {sorted(map(str, prompt))}; it must have exactly one of {', '.join(PROMPT_KEYS)}"
+                )
+            if key == "messages":
+                return self._require_tokenizer(where).encode_chat(prompt[key])
+            prompt = prompt[key]
+        if isinstance(prompt, str):
+            # Some tokenizers put a BOS before nothing: an empty text is empty all the same.
+            return self._require_tokenizer(where).encode(prompt) if prompt else ()
+        if not isinstance(prompt, Sequence):
+            raise InputError(f"{where} is {prompt!r}; it must be a text, a list of token ids, or a mapping")
+        return prompt
+
+    def _require_tokenizer(self, where: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError(f"{where} is text, and the model has no tokenizer; give token ids")
+        return self.tokenizer

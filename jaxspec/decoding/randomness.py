@@ -1,0 +1,59 @@
+"""Randomness by position: every draw has a key of its own, whatever the batch, the padding or the mesh.
+
+A key is folded from the request's seed, the absolute position of the anchor (the last committed token), the slot after the anchor and
+the purpose of the draw. The anchor moves with every cycle, so no key is used twice, also where block verification looks past a rejected
+slot. Draft, acceptance and residual draws have purposes of their own: sharing one stream among them biases the output.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_IMPLEMENTATION = "threefry2x32"
+
+
+class Purpose(IntEnum):
+    """What a draw is for."""
+
+    SAMPLE = 0  # the verifier's own token: plain decoding, and the bonus token
+    DRAFT = 1  # a drafter's proposal
+    ACCEPT = 2  # the uniform number that decides on a draft
+    RESIDUAL = 3  # the token that replaces a rejected draft
+
+
+def seed_words(seeds: Sequence[int]) -> np.ndarray:
+    """Host form of the request keys: uint32 [B, 2], high and low word of each seed (0 .. 2**64 - 1).
+
+    For seeds below 2**32 this is what `jax.random.key(seed)` holds; larger ones keep all their bits with 64-bit types off.
+    """
+    return np.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], np.uint32).reshape(-1, 2)
+
+
+def draw_keys(words: jax.Array, position: jax.Array, slot: jax.Array, purpose: Purpose) -> jax.Array:
+    """One typed key for each row.
+
+    Args:
+        words: uint32 [B, 2], from `seed_words`.
+        position: int32 [B], absolute position of each row's anchor.
+        slot: int32 [B], 0 for the draw right after the anchor.
+        purpose: what the draw is for.
+
+    Returns:
+        Typed keys [B].
+    """
+
+    def one(row_words: jax.Array, row_position: jax.Array, row_slot: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(row_words, impl=_IMPLEMENTATION)
+        for number in (row_position.astype(jnp.uint32), row_slot.astype(jnp.uint32), jnp.uint32(purpose)):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    return jax.vmap(one)(words, position, slot)
+
+
+def gumbel(keys: jax.Array, size: int) -> jax.Array:
+    """Standard Gumbel noise, float32 [B, size], drawn row by row from typed keys [B]."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)

@@ -1,0 +1,79 @@
+"""What plain decoding carries from step to step, and what it hands to the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import jax
+import numpy as np
+
+from jaxspec.decoding.sampling import SamplingRows, TokenCounts
+from jaxspec.layers.cache import KVCache
+
+NO_TOKEN = -1  # fills token and stop-id arrays where there is none
+
+
+class Finish(IntEnum):
+    """Why a row has ended, or that it has not."""
+
+    RUNNING = 0
+    STOP = 1  # an end-of-sequence or stop token
+    LENGTH = 2  # max_new_tokens, or the model's longest sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Requests:
+    """What stays fixed while a batch of B rows is decoded; never donated.
+
+    Fields:
+        sampling: parameters a row.
+        limit: int32 [B], most tokens to generate.
+        stop_ids: int32 [B, E], ids that end the row, padded with -1.
+    """
+
+    sampling: SamplingRows
+    limit: jax.Array | np.ndarray
+    stop_ids: jax.Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """The state of B rows between two tokens; donated to every dispatch.
+
+    Fields:
+        cache: keys and values of every committed token but the anchor; `cache.length` is the anchor's absolute position.
+        anchor: int32 [B], the last committed token, at first the prompt's last one.
+        generated: int32 [B], tokens committed after the prompt.
+        finish: int32 [B], a `Finish` code. A row that has one no longer changes.
+        counts: what the penalties look at, or None where no row has a penalty (another compiled program).
+    """
+
+    cache: KVCache
+    anchor: jax.Array | np.ndarray
+    generated: jax.Array | np.ndarray
+    finish: jax.Array | np.ndarray
+    counts: TokenCounts | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dispatch:
+    """What the host reads after a dispatch of at most N steps.
+
+    Fields:
+        tokens: int32 [B, N], the tokens of this dispatch in order, -1 behind each row's last.
+        finish: int32 [B], as in the state.
+    """
+
+    tokens: jax.Array
+    finish: jax.Array
+
+
+def pad_stop_ids(stop_ids: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Sets of ids, one a row -> int32 [B, width], padded with -1."""
+    padded = np.full((len(stop_ids), width), NO_TOKEN, np.int32)
+    for row, ids in enumerate(stop_ids):
+        padded[row, : len(ids)] = ids
+    return padded

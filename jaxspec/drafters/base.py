@@ -1,0 +1,124 @@
+"""The protocol of all drafters, and what they share.
+
+A drafter follows the verifier through its features. `prefill` commits the features of a prompt, `draft` commits those of the rows that
+the last cycle accepted and proposes K tokens. What a rejected row left behind is overwritten before it is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxspec.config import AttentionConfig
+from jaxspec.drafters.config import DrafterConfig
+from jaxspec.layers.cache import KVCache
+from jaxspec.layers.embedding import Embedding
+from jaxspec.layers.linear import Linear
+
+# Chooses a draft: (logits float32 [B, Vd], slot int32 scalar) -> (draft ids int32 [B], log-probabilities float32 [B, Vd] of the
+# distribution that they were drawn from).
+Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class VocabMap(nnx.Variable):
+    """Verifier ids of the draft ids, int32 [Vd]; not trained."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """What the verifier has just committed: `count` rows of T, right-padded.
+
+    Row t holds the features of the token at position length + t, length being what the drafter had committed before, and the token
+    that *follows* it. So the last counted row's token is the new anchor.
+    """
+
+    features: jax.Array  # [B, T, feature_width]
+    tokens: jax.Array  # int32 [B, T]
+    count: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Proposal:
+    """K drafts after the anchor.
+
+    `log_q` are the log-probabilities, over the draft vocabulary, of the distributions that the tokens were drawn from. `confidence` is
+    the probability that a draft is accepted if those before it are; None for drafters without that head.
+    """
+
+    tokens: jax.Array  # int32 [B, K], verifier ids
+    log_q: jax.Array  # float32 [B, K, Vd]
+    confidence: jax.Array | None  # float32 [B, K]
+
+
+class Drafter(Protocol):
+    """What `decoding` needs of a drafter."""
+
+    config: DrafterConfig
+
+    def prefill(self, context: Context, cache: KVCache) -> KVCache:
+        """Commit the context; draft nothing. Contexts of one row follow one another without a gap."""
+        ...
+
+    def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
+        """Commit the context, then propose `drafts` = K tokens after its last counted token. Every row counts at least one."""
+        ...
+
+
+def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `Choose` of greedy drafting: the most likely token; a point mass."""
+    del slot
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    one_hot = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.bool_)
+    return ids, jnp.where(one_hot, jnp.float32(0), -jnp.inf)
+
+
+class DraftVocabulary(nnx.Module):
+    """Embedding and head of a drafter, its own or the verifier's, and the map from draft ids to verifier ids."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.config = config
+        self.embed = Embedding(
+            config.vocab_size, (config.width,), ("embed",), scale=config.embed_scale, rngs=rngs, dtype=dtype
+        )
+        self.head = Linear(
+            (config.width,), (config.draft_vocab_size,), ("embed",), ("vocab",), rngs=rngs, dtype=dtype
+        )
+        self.target_ids = (
+            VocabMap(jnp.arange(config.draft_vocab_size, dtype=jnp.int32), axes=("vocab",))
+            if config.reduced_vocab
+            else None
+        )
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., D] after the drafter's final norm -> float32 [..., Vd]."""
+        logits = self.head(hidden).astype(jnp.float32) * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def to_verifier(self, ids: jax.Array) -> jax.Array:
+        """Draft ids int32 [...] -> verifier ids int32 [...]."""
+        return ids if self.target_ids is None else self.target_ids[...][ids]
+
+
+def attention_layers(config: DrafterConfig) -> list[AttentionConfig]:
+    """For `KVCache.empty`."""
+    return [layer.attention for layer in config.layers]
+
+
+def context_positions(context: Context, cache: KVCache) -> jax.Array:
+    """Positions int32 [B, T] of the context's rows; those that don't count lie outside the cache, so that writing them is dropped."""
+    steps = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(steps < context.count[:, None], cache.length[:, None] + steps, cache.capacity)
+
+
+def take_rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """x [B, T, ...], first int32 [B] -> the `count` rows from `first` on of each, [B, count, ...]. They must lie within T."""
+    index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=None)

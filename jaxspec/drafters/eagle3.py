@@ -1,0 +1,135 @@
+"""EAGLE-3 (arXiv 2503.01840): a small decoder over verifier features and the tokens that follow them, one pass a draft."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxspec.drafters.base import Choose, Context, DraftVocabulary, Proposal, attention_layers, take_rows
+from jaxspec.drafters.config import DrafterConfig, EagleConfig
+from jaxspec.layers.attention import Attention
+from jaxspec.layers.cache import KVCache
+from jaxspec.layers.decoder_layer import DecoderLayer
+from jaxspec.layers.linear import Linear
+from jaxspec.layers.mlp import GatedMlp
+from jaxspec.layers.norm import RMSNorm
+
+
+class Eagle3(nnx.Module):
+    """The drafter; also the body of P-EAGLE. Its cache's slot i holds the pair (features of position i, token i + 1)."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.config = config
+        eagle, d, eps = eagle_config(config), config.width, config.norm_eps
+        self.vocabulary = DraftVocabulary(config, rngs=rngs, dtype=dtype)
+        self.input_norm = RMSNorm(config.feature_width, eps, axis="feature", dtype=dtype) if eagle.norm_before_fc else None
+        self.fc_norms = (
+            nnx.List([RMSNorm(d, eps, dtype=dtype) for _ in config.taps]) if eagle.fc_norm else None
+        )
+        self.fc = Linear((config.feature_width,), (d,), ("feature",), ("embed",), rngs=rngs, dtype=dtype)
+        self.layers = nnx.List(
+            [FirstLayer(config, rngs=rngs, dtype=dtype)]
+            + [DecoderLayer(layer, d, eps, rngs=rngs, dtype=dtype) for layer in config.layers[1:]]
+        )
+        self.norm = RMSNorm(d, eps, dtype=dtype)
+
+    def prefill(self, context: Context, cache: KVCache) -> KVCache:
+        """See `Drafter`."""
+        _, cache = self.run(context.tokens, self.fuse(context.features), cache)
+        return cache.advance(context.count)
+
+    def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
+        """See `Drafter`. The first draft comes with the committing pass, each further one by a pass of its own."""
+        stream, cache = self.run(context.tokens, self.fuse(context.features), cache)
+        cache = cache.advance(context.count)
+        committed = cache.length
+        stream = take_rows(stream, context.count - 1, 1)  # [B, 1, D]
+
+        def choose_next(stream: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+            ids, log_q = choose(self.logits_of(stream)[:, 0], slot)
+            return self.vocabulary.to_verifier(ids), log_q
+
+        def next_draft(
+            carry: tuple[jax.Array, jax.Array, KVCache], slot: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
+            token, stream, cache = carry
+            stream, cache = self.run(token[:, None], self.recycled(stream), cache)
+            token, log_q = choose_next(stream, slot)
+            return (token, stream, cache.advance(jnp.ones_like(token))), (token, log_q)
+
+        token, log_q = choose_next(stream, jnp.int32(0))
+        (_, _, cache), (tokens, log_qs) = lax.scan(
+            next_draft, (token, stream, cache), jnp.arange(1, drafts, dtype=jnp.int32)
+        )
+        tokens = jnp.concatenate([token[None], tokens]).swapaxes(0, 1)
+        log_qs = jnp.concatenate([log_q[None], log_qs]).swapaxes(0, 1)
+        return Proposal(tokens, log_qs, None), replace(cache, length=committed)
+
+    def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
+        """features [B, T, feature_width] of T positions and the token int32 [B, T] that follows each -> float32 [B, T, Vd]: the
+        first draft after each of them."""
+        cache = KVCache.empty(attention_layers(self.config), *tokens.shape, features.dtype)
+        return self.logits_of(self.run(tokens, self.fuse(features), cache)[0])
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """features [B, T, feature_width] -> [B, T, D]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norms is not None:
+            parts = jnp.split(features, len(self.config.taps), axis=-1)
+            features = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], axis=-1)
+        return self.fc(features)
+
+    def run(self, tokens: jax.Array, fused: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """tokens int32 [B, T] paired with fused features [B, T, D] -> the stream after the last layer [B, T, D], and the cache with
+        T more slots written and its length unmoved."""
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        k, v = list(cache.k), list(cache.v)
+        x, k[0], v[0] = self.layers[0](self.vocabulary.embed(tokens), fused, positions, k[0], v[0])
+        for i, layer in enumerate(self.layers[1:], start=1):
+            x, k[i], v[i] = layer(x, positions, k[i], v[i])
+        return x, replace(cache, k=tuple(k), v=tuple(v))
+
+    def logits_of(self, stream: jax.Array) -> jax.Array:
+        """The stream [B, T, D] after the last layer -> float32 [B, T, Vd]."""
+        return self.vocabulary.logits(self.norm(stream))
+
+    def recycled(self, stream: jax.Array) -> jax.Array:
+        """What takes the fused features' place for a drafted token: [B, T, D] -> [B, T, D]."""
+        return self.norm(stream) if eagle_config(self.config).norm_output else stream
+
+
+class FirstLayer(nnx.Module):
+    """EAGLE-3's first layer: attention over [normed embedding; normed feature], the residual along the feature (SPEC 1c)."""
+
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        layer, d, eps = config.layers[0], config.width, config.norm_eps
+        if layer.attention.in_width != 2 * d or layer.mlp_width is None:
+            raise ValueError("EAGLE-3's first layer has an attention input of twice the width and a dense MLP")
+        self.norm_before_residual = eagle_config(config).norm_before_residual
+        self.input_norm = RMSNorm(d, eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(d, eps, dtype=dtype)
+        self.attention = Attention(layer.attention, d, eps, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(d, eps, dtype=dtype)
+        self.mlp = GatedMlp(d, layer.mlp_width, layer.activation, bias=layer.mlp_bias, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, embedded: jax.Array, fused: jax.Array, positions: jax.Array, k_entry: jax.Array, v_entry: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """embedded and fused [B, T, D]; the rest as in `DecoderLayer`."""
+        normed = self.hidden_norm(fused)
+        y = jnp.concatenate([self.input_norm(embedded), normed], axis=-1)
+        k_entry, v_entry = self.attention.write(y, positions, k_entry, v_entry)
+        x = normed if self.norm_before_residual else fused
+        x = x + self.attention.attend(y, positions, k_entry, v_entry)
+        return x + self.mlp(self.mlp_norm(x)), k_entry, v_entry
+
+
+def eagle_config(config: DrafterConfig) -> EagleConfig:
+    """The config's EAGLE part; its absence is a programming error."""
+    if config.eagle is None:
+        raise ValueError(f"a {config.method} config has no EAGLE part")
+    return config.eagle

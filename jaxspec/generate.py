@@ -1,0 +1,244 @@
+"""`python -m jaxspec.generate`: text from a model, by one command."""
+
+import json
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jaxspec.cli import Parser, ShowProgress, progress, run
+from jaxspec.decoding.params import SamplingParams
+from jaxspec.errors import InputError
+from jaxspec.prompts import PromptItem, apply_chat, collect_prompts
+
+if TYPE_CHECKING:
+    from jaxspec.decoding.engine import Engine
+    from jaxspec.decoding.result import Result
+
+NAME = "jaxspec.generate"
+
+
+def main(argv: list[str]) -> None:
+    """Parse, generate, print.
+
+    Raises:
+        InputError: a flag, prompt or model that is not right.
+        KeyboardInterrupt: Ctrl-C, after what there is has been printed.
+    """
+    args = _parser().parse_args(argv)
+    _refuse_unsupported(args)
+    params = _sampling_params(args)
+    items = collect_prompts(args.prompts, args.prompt_ids, args.prompt_file)
+    if args.stream and args.output == "json":
+        raise InputError("--stream works with --output text; leave one of the two out")
+    with progress() as show:
+        engine = _load(args, show)
+        chat = args.chat
+        if chat is None:
+            chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+        prompts = apply_chat(items, chat, args.system)
+        results = (
+            _stream(engine, prompts, params, show) if args.stream else _generate(engine, prompts, params, args, show)
+        )
+    if args.stats:
+        _print_stats(results)
+
+
+def _parser() -> Parser:
+    parser = Parser(NAME, "Generate text with a model. Prompts come from arguments, a file, or stdin.")
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="a prompt; without any, stdin is one")
+    add("--model", metavar="DIR|HUB_ID|FILE.gguf", help="the model (default: the demo model, fetched the first time)")
+    add("--drafter", metavar="DIR|HUB_ID|none", default="none", help="not supported yet (default: none)")
+    add("--speculative-config", metavar="JSON|FILE", help="not supported yet")
+    add("--method", help="not supported yet")
+    add("--num-speculative-tokens", metavar="K", help="not supported yet")
+    add("--draft-sample-method", choices=["greedy", "probabilistic"], help="not supported yet")
+    add("--confidence-threshold", metavar="C", help="not supported yet")
+    add(
+        "--prompt-file",
+        metavar="FILE.jsonl",
+        help='one object a line: {"prompt": TEXT}, {"messages": [...]} or {"prompt_ids": [...]}',
+    )
+    add("--prompt-ids", type=_token_ids, metavar="1,2,3", help="a prompt of token ids")
+    add("--chat", action="store_true", default=None, help="use the chat template (default: where the model has one)")
+    add("--no-chat", action="store_false", dest="chat", help="take prompts as they are")
+    add("--system", metavar="TEXT", help="system message of every conversation that has none")
+    add("--max-new-tokens", type=int, default=SamplingParams.max_new_tokens, metavar="N", help="default: %(default)s")
+    add(
+        "--temperature",
+        type=float,
+        default=SamplingParams.temperature,
+        metavar="T",
+        help="0 is greedy (default: %(default)s)",
+    )
+    add("--top-p", type=float, default=SamplingParams.top_p, metavar="P", help="default: %(default)s (off)")
+    add("--top-k", type=int, default=SamplingParams.top_k, metavar="K", help="default: %(default)s (off)")
+    add("--min-p", type=float, default=SamplingParams.min_p, metavar="P", help="default: %(default)s (off)")
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=SamplingParams.repetition_penalty,
+        metavar="R",
+        help="default: %(default)s (off)",
+    )
+    add(
+        "--presence-penalty",
+        type=float,
+        default=SamplingParams.presence_penalty,
+        metavar="R",
+        help="default: %(default)s (off)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=SamplingParams.frequency_penalty,
+        metavar="R",
+        help="default: %(default)s (off)",
+    )
+    add("--seed", type=int, help="makes sampling repeatable (default: another seed every time)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="go on past the model's end-of-sequence tokens")
+    add("--max-batch-size", type=int, default=8, metavar="B", help="prompts that run together (default: %(default)s)")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else the checkpoint's own")
+    add("--mesh", metavar="data=1,tensor=2", help="not supported yet")
+    add(
+        "--kernels",
+        choices=["xla", "triton", "interpret"],
+        default="xla",
+        help="only xla is supported yet (default: %(default)s)",
+    )
+    add("--output", choices=["text", "json"], default="text", help="json: one object a prompt (default: %(default)s)")
+    add("--stream", action="store_true", help="print text as it comes, one prompt after the other")
+    add("--stats", action="store_true", help="print times and tokens/s on stderr")
+    add("--trace", metavar="FILE", help="not supported yet")
+    return parser
+
+
+def _refuse_unsupported(args: Namespace) -> None:
+    """Flags of the contract that need a drafter, several devices or other kernels: refused until those exist."""
+    accepted = (
+        ("--drafter", args.drafter, "none"),
+        ("--speculative-config", args.speculative_config, None),
+        ("--method", args.method, None),
+        ("--num-speculative-tokens", args.num_speculative_tokens, None),
+        ("--draft-sample-method", args.draft_sample_method, None),
+        ("--confidence-threshold", args.confidence_threshold, None),
+        ("--trace", args.trace, None),
+        ("--mesh", args.mesh, None),
+        ("--kernels", args.kernels, "xla"),
+    )
+    for flag, value, only in accepted:
+        if value != only:
+            advice = "leave it out" if only is None else f"leave it out or give {only}"
+            raise InputError(f"{flag} {value} is not supported yet; {advice}")
+
+
+def _sampling_params(args: Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of token ids such as 1,2,3") from None
+
+
+def _load(args: Namespace, show: ShowProgress) -> "Engine":
+    from jaxspec.decoding.engine import Engine
+
+    model = args.model
+    if model is None:
+        from jaxspec import demo
+
+        model = str(demo.ensure(report=show))
+    show(f"loading {model}")
+    engine = Engine.from_pretrained(
+        model,
+        dtype=args.dtype,
+        max_batch_size=args.max_batch_size,
+        on_load=lambda done, total: show(f"loading {model}: {done / total:.0%}"),
+        on_compile=lambda program: show(None if program is None else f"compiling {program}"),
+    )
+    show(None)
+    return engine
+
+
+def _generate(
+    engine: "Engine", prompts: Sequence[PromptItem], params: SamplingParams, args: Namespace, show: ShowProgress
+) -> "list[Result]":
+    from jaxspec.decoding.result import GenerationInterrupted
+
+    try:
+        results = engine.generate(prompts, params)
+    except GenerationInterrupted as interrupted:
+        show(None)
+        _print_results([result for result in interrupted.results if result is not None], args.output)
+        raise
+    _print_results(results, args.output)
+    return results
+
+
+def _print_results(results: "Sequence[Result]", output: str) -> None:
+    for number, result in enumerate(results):
+        if output == "json":
+            print(json.dumps(result.as_json(), ensure_ascii=False), flush=True)
+        else:
+            print(f"{_gap(number)}{result.text}", flush=True)
+
+
+def _stream(
+    engine: "Engine", prompts: Sequence[PromptItem], params: SamplingParams, show: ShowProgress
+) -> "list[Result]":
+    results = []
+    # Every prompt is checked before the first one is answered.
+    for number, events in enumerate([engine.stream(prompt, params) for prompt in prompts]):
+        show(None)
+        print(_gap(number), end="")
+        try:
+            for event in events:
+                print(event.text, end="", flush=True)
+                if event.result is not None:
+                    results.append(replace(event.result, batch=number))
+        finally:
+            show(None)
+            print(flush=True)
+    return results
+
+
+def _gap(number: int) -> str:
+    """A blank line before every answer but the first."""
+    return "\n" if number else ""
+
+
+def _print_stats(results: "Sequence[Result]") -> None:
+    batches = {result.batch: result.timing for result in results}.values()
+    prefill, decode = sum(timing.prefill_s for timing in batches), sum(timing.decode_s for timing in batches)
+    prompt_tokens = sum(result.usage.prompt_tokens for result in results)
+    tokens = sum(result.usage.completion_tokens for result in results)
+    lines = (
+        ("load", results[0].timing.load_s, ""),
+        ("compile", sum(timing.compile_s for timing in batches), ""),
+        ("prefill", prefill, f"{prompt_tokens} tokens"),
+        ("decode", decode, f"{tokens} tokens, {tokens / decode:.1f} tokens/s"),
+    )
+    for name, seconds, what in lines:
+        print(f"{name:<8} {seconds:9.3f} s  {what}".rstrip(), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run(NAME, main))
