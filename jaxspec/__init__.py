@@ -10,6 +10,7 @@ from jaxspec.errors import InputError
 from jaxspec.version import __version__
 
 if TYPE_CHECKING:
+    from jaxspec.checkpoint.drafters.load import load_drafter
     from jaxspec.checkpoint.load import load_verifier
     from jaxspec.decoding.engine import Engine
     from jaxspec.decoding.params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "StreamEvent",
     "__version__",
+    "load_drafter",
     "load_verifier",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "Result": "jaxspec.decoding.result",
     "SamplingParams": "jaxspec.decoding.params",
     "StreamEvent": "jaxspec.decoding.result",
+    "load_drafter": "jaxspec.checkpoint.drafters.load",
     "load_verifier": "jaxspec.checkpoint.load",
 }
 

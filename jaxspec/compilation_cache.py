@@ -18,7 +18,7 @@ def enable() -> None:
     second, which is most of a small model. The directory holds at most 4 GiB; with a limit JAX also locks it round each read and write,
     so that processes started together do not read half a program.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     directory = cache_directory() / "xla"
     try:

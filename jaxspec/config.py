@@ -44,8 +44,10 @@ class AttentionConfig:
     """Attention of one layer.
 
     `scale` multiplies the scores; `window` W lets query position p see keys p-W+1..p (None: all up to p). `kv_source` is the index of
-    the layer whose cached keys and values are read: the layer itself, or an earlier one (Gemma-4 E2B/E4B), in which case this layer has
-    no key or value weights. `v_from_k` takes the values from the key projection, before k-norm and rope (Gemma-4 "attention_k_eq_v"). `in_width`: width of the input of q, k and v where it isn't D
+    the layer whose cached keys and values are read: the layer itself, or an earlier one (Gemma-4 E2B/E4B), in which case this layer
+    has no key or value weights. `v_from_k` takes the values from the key projection, before k-norm and rope (Gemma-4's
+    "attention_k_eq_v"). `causal` False: the tokens of one call see one another both ways (block drafters). `window_from_block`: the
+    window counts from the call's first token for all its tokens. `in_width`: width of the input of q, k and v where it isn't D
     (EAGLE-3's first layer: 2D).
     """
 
@@ -62,8 +64,8 @@ class AttentionConfig:
     bias: bool = False  # on q, k and v
     out_bias: bool = False
     softcap: float | None = None
-    causal: bool = True  # False: the tokens of one call see each other both ways (block drafters)
-    window_from_block: bool = False  # the window counts from the call's first token for all its tokens
+    causal: bool = True
+    window_from_block: bool = False
     in_width: int | None = None
 
 

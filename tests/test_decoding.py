@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from tiny import CHAT_TEMPLATE, WholeSequence, byte_tokenizer, tiny_config, tiny_decoder
 
+from jaxspec import compilation_cache
 from jaxspec.decoding.engine import STREAM_STEPS, Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.programs import Programs, power_of_two
 from jaxspec.decoding.result import GenerationInterrupted
+from jaxspec.decoding.sampling import SamplingRows
+from jaxspec.decoding.state import NO_TOKEN, DecodeState, Finish, Requests, pad_stop_ids
 from jaxspec.decoding.stopping import REPLACEMENT, Answer
 from jaxspec.errors import InputError
 from jaxspec.layers.cache import KVCache
@@ -171,6 +174,24 @@ def test_rows_that_stop_early_do_not_disturb_the_others(engine):
     assert answers(engine, PROMPTS, params) == [
         tokens[: p.max_new_tokens] for tokens, p in zip(plain, params, strict=True)
     ]
+
+
+def test_a_row_that_has_ended_is_frozen(engine):
+    programs = engine._programs
+    cache = programs.prefill(
+        programs.empty_cache(2, 256, jnp.float32), np.ones((2, 16), np.int32), np.array([4, 7], np.int32)
+    )
+    params = [SamplingParams()] * 2
+    requests = Requests(SamplingRows.of(params, [0, 0]), jnp.array([9, 9], jnp.int32), pad_stop_ids([(), ()], 4))
+    zeros = np.zeros(2, np.int32)
+    state = DecodeState(
+        cache, jnp.array([5, 5], jnp.int32), jnp.array(zeros), jnp.array([Finish.STOP, Finish.RUNNING], jnp.int32), None
+    )
+    state, dispatch = programs.decode(state, requests, 6)
+    assert state.cache.length.tolist() == [4, 13]
+    assert state.generated.tolist() == [0, 6]
+    assert state.anchor[0] == 5 and state.anchor[1] == dispatch.tokens[1, 5]
+    assert (dispatch.tokens[0] == NO_TOKEN).all() and (dispatch.tokens[1, 6:] == NO_TOKEN).all()
 
 
 def test_an_answer_ends_at_the_models_longest_sequence():
@@ -414,3 +435,21 @@ def test_an_interrupted_call_keeps_what_was_generated(engine, monkeypatch):
     first, second, third = caught.value.results
     assert (first.finish_reason, second.finish_reason, third) == ("length", None, None)
     assert second.token_ids == whole[1].token_ids[:64]
+
+
+def test_an_unwritable_cache_of_programs_is_a_warning_given_once(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "file"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.warns(
+            UserWarning, match="compiled programs cannot be kept .*; set JAXSPEC_CACHE to a writable directory"
+        ):
+            compilation_cache.enable()
+        compilation_cache.enable()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.enable()
+    assert jax.config.jax_compilation_cache_dir == before

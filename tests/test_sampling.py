@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxspec.decoding import sampling
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.randomness import Purpose, draw_keys, seed_words
-from jaxspec.decoding.sampling import SamplingRows, TokenCounts, filter_logits, penalize, sample
+from jaxspec.decoding.sampling import SamplingRows, TokenCounts
 from jaxspec.errors import InputError
 
 V = 64
 
+filter_logits = jax.jit(sampling.filter_logits)
+penalize = jax.jit(sampling.penalize)
+sample = jax.jit(sampling.sample)
+
 
 def rows(*params: SamplingParams) -> SamplingRows:
     seeds = [0 if p.seed is None else p.seed for p in params]
-    return jax.tree.map(jnp.asarray, SamplingRows.of(params, seeds))
+    return SamplingRows.of(params, seeds)
 
 
 def random_logits(*shape: int, seed: int = 0) -> np.ndarray:
@@ -81,7 +86,7 @@ def test_filters_equal_the_sorted_reference_in_vllm_order():
         for t, k, p, m in itertools.product((0.3, 1.0, 2.5), (0, 1, 7, 500), (0.05, 0.6, 1.0), (0.0, 0.1))
     ]
     logits = random_logits(len(params), V)
-    filtered = np.asarray(jax.jit(filter_logits)(jnp.asarray(logits), rows(*params)))
+    filtered = np.asarray(filter_logits(jnp.asarray(logits), rows(*params)))
     for row, wanted in enumerate(params):
         expected = reference_filter(logits[row], wanted)
         np.testing.assert_array_equal(np.isfinite(filtered[row]), np.isfinite(expected), err_msg=str(wanted))
@@ -169,9 +174,10 @@ def test_penalties_equal_the_reference():
     logits = random_logits(len(params), V)
     prompts = [[1, 2, 2, 3]] * len(params)
     answer = [3, 5, 5, 5, 9]
-    counts = jax.tree.map(jnp.asarray, TokenCounts.of_prompts(prompts, V))
+    counts = TokenCounts.of_prompts(prompts, V)
+    add = jax.jit(TokenCounts.add)
     for token in answer:
-        counts = counts.add(jnp.full(len(params), token, jnp.int32), jnp.ones(len(params), bool))
+        counts = add(counts, jnp.full(len(params), token, jnp.int32), jnp.ones(len(params), bool))
     penalized = np.asarray(penalize(jnp.asarray(logits), counts, rows(*params)))
     for row, p in enumerate(params):
         expected = logits[row].astype(np.float64)
@@ -183,20 +189,17 @@ def test_penalties_equal_the_reference():
 
 
 def test_counts_leave_out_rows_that_have_ended():
-    counts = jax.tree.map(jnp.asarray, TokenCounts.of_prompts([[0], [0]], V))
+    counts = TokenCounts.of_prompts([[0], [0]], V)
     counts = counts.add(jnp.array([4, 4], jnp.int32), jnp.array([True, False]))
     assert counts.output.sum(-1).tolist() == [1, 0]
 
 
 def test_no_two_draws_share_a_key():
-    cases = list(itertools.product((0, 1, 2**32, 2**64 - 1), (0, 1, 2, 40000), (0, 1, 2), Purpose))
-    data = set()
-    for seed, position, slot, purpose in cases:
-        key = draw_keys(
-            jnp.asarray(seed_words([seed])), jnp.array([position], jnp.int32), jnp.array([slot], jnp.int32), purpose
-        )
-        data.add(tuple(np.asarray(jax.random.key_data(key))[0].tolist()))
-    assert len(data) == len(cases)
+    cases = list(itertools.product((0, 1, 2**32, 2**64 - 1), (0, 1, 2, 40000), (0, 1, 2)))
+    seeds, positions, slots = zip(*cases, strict=True)
+    words, position, slot = jnp.asarray(seed_words(seeds)), jnp.array(positions, jnp.int32), jnp.array(slots, jnp.int32)
+    data = [np.asarray(jax.random.key_data(draw_keys(words, position, slot, purpose))) for purpose in Purpose]
+    assert len({tuple(key) for key in np.concatenate(data).tolist()}) == len(cases) * len(Purpose)
 
 
 def test_a_small_seed_gives_the_key_that_jax_makes_of_it():

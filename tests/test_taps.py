@@ -1,5 +1,6 @@
 """Feature taps: which residual stream an id means, in both conventions, exactly."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -35,13 +36,16 @@ def small_config(**fields: object) -> VerifierConfig:
     return replace(config, **fields)
 
 
+def decoder_of(config: VerifierConfig, fill: Callable[[tuple[int, ...]], np.ndarray]) -> Decoder:
+    """A float32 decoder whose every parameter is `fill` of its shape."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.asarray(fill(leaf.shape), jnp.float32), state))
+
+
 @pytest.fixture(scope="module")
 def doubling() -> Decoder:
     """A decoder whose layer i adds exactly 2^i to every channel of the stream, by the bias of its MLP."""
-    decoder = Decoder(small_config(), rngs=nnx.Rngs(0))
-    for path, parameter in nnx.to_flat_state(nnx.state(decoder)):
-        if path[-1] == "weight" and "norm" not in path[-2]:
-            parameter[...] = jnp.zeros_like(parameter[...])
+    decoder = decoder_of(small_config(), np.zeros)
     decoder.embed.weight[...] = jnp.full((VOCAB, WIDTH), EMBEDDED)
     for i, layer in enumerate(decoder.layers):
         layer.mlp.down.bias[...] = jnp.full(WIDTH, 2.0**i)
@@ -89,12 +93,13 @@ def test_the_same_ids_differ_by_one_layer_between_conventions() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_head_of_norm_of_the_last_tap_is_the_logits(softcap: float | None) -> None:
-    decoder = Decoder(small_config(logit_softcap=softcap), rngs=nnx.Rngs(3))
-    noise = 1.0 + 0.3 * jax.random.normal(jax.random.key(0), (WIDTH,))
-    decoder.norm.weight[...] = noise
+    rng = np.random.default_rng(0)
+    decoder = decoder_of(small_config(logit_softcap=softcap), lambda shape: rng.normal(0.5, 0.5, shape))
     logits, features = run(decoder, [[1, 2, 3, 4]], (LAYERS,))
     stream = np.asarray(features, np.float64)
-    normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(noise, np.float64)
+    normed = (
+        stream / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(decoder.norm.weight[...], np.float64)
+    )
     expected = normed @ np.asarray(decoder.head.weight[...], np.float64).T
     if softcap is not None:
         expected = softcap * np.tanh(expected / softcap)

@@ -170,7 +170,9 @@ def main() -> int:
         print(f"{batch}: " + ", ".join(f"{name} {rate:.1f} tokens/s" for name, rate in rates.items()))
         if "torch float32" in rates:
             ours, best = rates["jaxspec float32"], max(rates["torch float32"], rates["torch bfloat16"])
-            print(f"  {ours / rates['torch float32']:.2f} x torch float32 (wanted: 1.5), {ours / best:.2f} x its best (1.2)")
+            print(
+                f"  {ours / rates['torch float32']:.2f} x torch float32 (wanted: 1.5), {ours / best:.2f} x its best (1.2)"
+            )
         else:
             print("  torch is not installed here: run `make bench` for the comparison")
     if args.json is not None:

@@ -1,37 +1,37 @@
 """Loading a verifier: a directory, a hub id or a .gguf file becomes a filled Decoder, one tensor at a time."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 from huggingface_hub import snapshot_download
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoint.eos import eos_ids
+from jaxspec.checkpoint.fill import (
+    Place,
+    Progress,
+    Reader,
+    checked_dtype,
+    default_dtype,
+    fill_parameters,
+    flat_parameters,
+    stored_dtype,
+)
 from jaxspec.checkpoint.gguf import GgufSource
 from jaxspec.checkpoint.match import Match, match
-from jaxspec.checkpoint.safetensors import DTYPES, SafetensorsSource, read_json
+from jaxspec.checkpoint.orbax import OrbaxSource, is_orbax, read_manifest, tie_own_names
+from jaxspec.checkpoint.safetensors import SafetensorsSource, read_json
 from jaxspec.checkpoint.source import Source
 from jaxspec.config import VerifierConfig
 from jaxspec.errors import InputError
 from jaxspec.verifiers.decoder import Decoder
 from jaxspec.verifiers.families import Family, parse_config
-from jaxspec.verifiers.names import Link
+from jaxspec.verifiers.hf import Fields
 from jaxspec.verifiers.names import Path as ParameterPath
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) after every tensor."""
-
-Place = Callable[[np.ndarray, ParameterPath, tuple[str, ...]], jax.Array]
-"""Takes a finished parameter, its path and its logical axes to the device or devices it shall live on."""
-
-_FINITE_CHUNK = 1 << 22  # elements checked at once, so that the check needs little memory
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -62,7 +62,8 @@ def load_verifier(
     progress: Progress | None = None,
     place: Place | None = None,
 ) -> LoadedVerifier:
-    """Loads a checkpoint directory, a hub id (honours HF_HUB_OFFLINE) or a .gguf file.
+    """Loads a checkpoint directory (safetensors, or orbax as `jaxspec.convert` writes it), a hub id (honours HF_HUB_OFFLINE) or a
+    .gguf file.
 
     dtype: float32 or bfloat16; None takes float32 on CPUs and the checkpoint's own elsewhere (bfloat16 for float16
     files). place: where a finished parameter goes, by default `jax.device_put`. Host memory beside the finished
@@ -70,20 +71,59 @@ def load_verifier(
 
     Raises InputError, one line, for everything that is wrong with the path, the config or the weights.
     """
-    wanted = None if dtype is None else _checked_dtype(dtype)
-    path = resolve(path_or_id)
-    opened = _open_gguf(path) if path.is_file() else _open_directory(path)
-    module, found, stored = _fill(opened, wanted, progress, place or _device_put)
+    wanted = None if dtype is None else checked_dtype(dtype)
+    opened = open_verifier(path_or_id)
+    source = opened.source
+    stored = stored_dtype(source)
+    graph, state = nnx.split(abstract_decoder(opened.config, wanted or default_dtype(stored)))
+    parameters = flat_parameters(state)
+    found = opened.tie(parameters)
+    filled = fill_parameters(parameters, found.links, source, progress, place)
     return LoadedVerifier(
         config=opened.config,
-        module=module,
+        module=nnx.merge(graph, nnx.from_flat_state(filled)),
         tokenizer_source=opened.tokenizer_source,
         eos_ids=opened.eos_ids,
-        path=path,
+        path=opened.path,
         source_dtype=stored,
         hf_config=opened.hf_config,
         left_out=found.left_out,
     )
+
+
+@dataclass(frozen=True)
+class OpenedVerifier:
+    """A checkpoint whose config is read and whose weights are not."""
+
+    config: VerifierConfig
+    family: Family
+    source: Source
+    hf_config: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    tokenizer_source: Path
+    path: Path
+
+    def tie(self, parameters: dict[ParameterPath, nnx.Variable]) -> Match:
+        """Finds the tensors of the (abstract) parameters; see `match`."""
+        shapes = {path: tuple(leaf.shape) for path, leaf in parameters.items()}
+        if isinstance(self.source, OrbaxSource):
+            return tie_own_names(shapes, self.source, set())
+        return match(self.family.table, self.config, shapes, self.source, self.family.nested)
+
+    def read(self, path: ParameterPath) -> np.ndarray:
+        """One parameter as stored."""
+        parameters = flat_parameters(nnx.state(abstract_decoder(self.config, np.float32)))
+        links = self.tie(parameters).links[path]
+        reader = Reader(self.source, None, {name for _, name in links})
+        return reader.parameter(links, tuple(parameters[path].shape))
+
+
+def open_verifier(path_or_id: str | Path) -> OpenedVerifier:
+    """Reads the config and finds the tensors of what `load_verifier` loads."""
+    path = resolve(path_or_id)
+    if path.is_file():
+        return _open_gguf(path)
+    return _open_orbax(path) if is_orbax(path) else _open_directory(path)
 
 
 def resolve(path_or_id: str | Path) -> Path:
@@ -109,126 +149,26 @@ def abstract_decoder(config: VerifierConfig, dtype: DTypeLike) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
-def flat_parameters(state: nnx.State) -> dict[ParameterPath, nnx.Variable]:
-    """The parameters of a module's state by path, in order."""
-    return {cast(ParameterPath, path): leaf for path, leaf in nnx.to_flat_state(state)}
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint whose config is read and whose weights are not."""
-
-    config: VerifierConfig
-    family: Family
-    source: Source
-    hf_config: dict[str, Any]
-    eos_ids: tuple[int, ...]
-    tokenizer_source: Path
-
-
-def _open_gguf(path: Path) -> _Opened:
+def _open_gguf(path: Path) -> OpenedVerifier:
     source = GgufSource(path)
     config, family = parse_config(source.hf_config, str(path))
     tokenizer_source = path.parent if (path.parent / "tokenizer.json").is_file() else path
-    return _Opened(config, family, source, source.hf_config, source.eos_ids, tokenizer_source)
+    return OpenedVerifier(config, family, source, source.hf_config, source.eos_ids, tokenizer_source, path)
 
 
-def _open_directory(path: Path) -> _Opened:
+def _open_directory(path: Path) -> OpenedVerifier:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path}: has no config.json")
     data = read_json(config_file)
     config, family = parse_config(data, str(config_file))
     text_config = data["text_config"] if family.nested else data
-    return _Opened(config, family, SafetensorsSource(path), text_config, eos_ids(path, data), path)
+    return OpenedVerifier(config, family, SafetensorsSource(path), text_config, eos_ids(path, data), path, path)
 
 
-def _fill(
-    opened: _Opened, wanted: np.dtype | None, progress: Progress | None, place: Place
-) -> tuple[Decoder, Match, np.dtype]:
-    source, family = opened.source, opened.family
-    stored = _stored_dtype(source)
-    graph, state = nnx.split(abstract_decoder(opened.config, wanted or _default_dtype(stored)))
-    parameters = flat_parameters(state)
-    shapes = {path: tuple(leaf.shape) for path, leaf in parameters.items()}
-    found = match(family.table, opened.config, shapes, source, family.nested)
-    reader = _Reader(source, progress, {name for links in found.links.values() for _, name in links})
-    filled = {}
-    for path, leaf in parameters.items():
-        value = reader.parameter(found.links[path], shapes[path], np.dtype(leaf.dtype))
-        filled[path] = leaf.replace(place(value, path, leaf.get_metadata()["axes"]))
-    return nnx.merge(graph, nnx.from_flat_state(filled)), found, stored
-
-
-class _Reader:
-    """Reads parameters from stored tensors, checks that they are finite, and reports progress.
-
-    A stored tensor that fills two parameters (gate and up in one) is kept until the second is made.
-    """
-
-    def __init__(self, source: Source, progress: Progress | None, names: set[str]):
-        self._source = source
-        self._progress = progress
-        self._total = sum(source.tensors[name].nbytes for name in names)
-        self._done = 0
-        self._kept: tuple[str, np.ndarray] | None = None
-
-    def parameter(self, links: Sequence[tuple[Link, str]], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The parameter that `links` fill, cast to `dtype`."""
-        if len(links) == 1 and links[0][0].expert is None:
-            return self._part(*links[0]).astype(dtype, copy=False).reshape(shape)
-        value = np.empty(shape, dtype)
-        for link, name in links:
-            value[link.expert] = self._part(link, name)
-        return value
-
-    def _part(self, link: Link, name: str) -> np.ndarray:
-        if link.half is None:
-            return self._read(name)
-        values = self._kept[1] if self._kept is not None and self._kept[0] == name else self._read(name)
-        self._kept = (name, values) if link.half == 0 else None
-        middle = values.shape[1] // 2
-        return np.ascontiguousarray(values[:, :middle] if link.half == 0 else values[:, middle:])
-
-    def _read(self, name: str) -> np.ndarray:
-        values = self._source.read(name)
-        stored = self._source.tensors[name]
-        if not _finite(values):
-            raise InputError(f"{stored.file}: tensor {name} has NaN or Inf")
-        self._done += stored.nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-        return values
-
-
-def _finite(values: np.ndarray) -> bool:
-    flat = values.reshape(-1)
-    return all(np.isfinite(flat[at : at + _FINITE_CHUNK]).all() for at in range(0, flat.size, _FINITE_CHUNK))
-
-
-def _device_put(value: np.ndarray, path: ParameterPath, axes: tuple[str, ...]) -> jax.Array:
-    return jax.device_put(value)
-
-
-def _stored_dtype(source: Source) -> np.dtype:
-    """The dtype most bytes are stored in."""
-    sizes = dict.fromkeys(DTYPES, 0)
-    for tensor in source.tensors.values():
-        if tensor.dtype in sizes:
-            sizes[tensor.dtype] += tensor.nbytes
-    return DTYPES[max(sizes, key=lambda name: sizes[name])]
-
-
-def _default_dtype(stored: np.dtype) -> np.dtype:
-    if jax.default_backend() == "cpu" or stored == np.float32:
-        return np.dtype(np.float32)
-    return np.dtype(ml_dtypes.bfloat16)
-
-
-def _checked_dtype(dtype: DTypeLike) -> np.dtype:
-    found = jnp.dtype(dtype)
-    if found == np.float16:
-        raise InputError("dtype float16: models trained in bfloat16 overflow in it; use bfloat16 or float32")
-    if found not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
-        raise InputError(f"dtype {found}: float32 or bfloat16 is wanted")
-    return found
+def _open_orbax(path: Path) -> OpenedVerifier:
+    manifest = Fields(read_manifest(path, "verifier"), str(path))
+    hf_config = manifest.section("config").data
+    config, family = parse_config(hf_config, manifest.where)
+    ids = tuple(manifest.get("eos_ids") or ())
+    return OpenedVerifier(config, family, OrbaxSource(path), hf_config, ids, path, path)

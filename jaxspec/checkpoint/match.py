@@ -4,7 +4,7 @@ fit.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspec.checkpoint.safetensors import DTYPES
@@ -40,12 +40,30 @@ def match(
     """
     links = expand(table, shapes, layout_of(table, source.tensors))
     prefix = max(_PREFIXES, key=lambda candidate: sum(candidate + link.name in source.tensors for link in links))
-    tied: dict[Path, list[tuple[Link, str]]] = {path: [] for path in shapes}
+    return tie(
+        [(link, _stored_name(link, prefix, source)) for link in links],
+        source,
+        ignored=lambda name: _ignored(name, config),
+        outside=lambda name: _outside(name, prefix, multimodal),
+    )
+
+
+def tie(
+    links: Sequence[tuple[Link, str]],
+    source: Source,
+    ignored: Callable[[str], bool],
+    outside: Callable[[str], bool] = lambda name: False,
+) -> Match:
+    """Checks that the source has every link's tensor, given with its stored name, as it should be, and no tensor beside them.
+
+    Tensors that are `ignored` carry nothing; those `outside` are no part of the model and are named as left out. Raises one
+    InputError that lists everything missing, extra, of a wrong shape or of a wrong dtype.
+    """
+    tied: dict[Path, list[tuple[Link, str]]] = {}
     missing, shape_errors, dtype_errors = [], [], []
     used = set()
-    for link in links:
-        name = _stored_name(link, prefix, source)
-        tied[link.path].append((link, name))
+    for link, name in links:
+        tied.setdefault(link.path, []).append((link, name))
         if name in used:
             continue
         stored = source.tensors.get(name)
@@ -57,8 +75,8 @@ def match(
             shape_errors.append(f"{name} is {list(stored.shape)}, not {list(link.shape)}")
         if stored.dtype not in DTYPES:
             dtype_errors.append(f"{name} is {stored.dtype}, not {', '.join(DTYPES)}")
-    unused = [name for name in source.tensors if name not in used and not _ignored(name, config)]
-    left_out = [name for name in unused if _outside(name, prefix, multimodal)]
+    unused = [name for name in source.tensors if name not in used and not ignored(name)]
+    left_out = [name for name in unused if outside(name)]
     problems = [
         _listing("missing", list(dict.fromkeys(missing))),
         _listing("extra", sorted(set(unused) - set(left_out))),

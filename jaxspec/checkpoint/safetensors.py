@@ -22,6 +22,15 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
 }
 
+MAP_DTYPES: dict[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""What vocabulary maps are stored as; never weights."""
+
+_READABLE = DTYPES | MAP_DTYPES
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
@@ -57,10 +66,10 @@ class SafetensorsSource:
             raise InputError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; found: {found}")
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor `name` as stored: bfloat16, float16 or float32."""
+        """The tensor `name` as stored: one of `DTYPES` or `MAP_DTYPES`."""
         stored = self.tensors[name]
         values = np.fromfile(
-            stored.file, DTYPES[stored.dtype], count=math.prod(stored.shape), offset=self._offsets[name]
+            stored.file, _READABLE[stored.dtype], count=math.prod(stored.shape), offset=self._offsets[name]
         )
         return values.reshape(stored.shape)
 
@@ -125,7 +134,7 @@ def _read_header(path: Path) -> _Header:
             tensors[name] = StoredTensor(shape, dtype, stop - begin, path)
             offsets[name] = _LENGTH_BYTES + length + begin
             end = max(end, stop)
-            if dtype in DTYPES and stop - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            if dtype in _READABLE and stop - begin != math.prod(shape) * _READABLE[dtype].itemsize:
                 raise InputError(f"{path}: tensor {name} of shape {list(shape)} and {dtype} has {stop - begin} bytes")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):

@@ -127,19 +127,15 @@ class Batch:
             penalized = any(request.params.penalized for request in self._requests)
             fixed = Requests(
                 sampling=SamplingRows.of(params, seeds),
-                limit=np.array(limits, np.int32),
+                limit=jnp.array(limits, jnp.int32),
                 stop_ids=pad_stop_ids(stop_ids, power_of_two(max(map(len, stop_ids)), MIN_STOP_IDS)),
             )
             state = DecodeState(
                 cache=cache,
-                anchor=np.array([prompt[-1] for prompt in prompts], np.int32),
-                generated=np.zeros(self._rows, np.int32),
-                finish=self._finish,
+                anchor=jnp.array([prompt[-1] for prompt in prompts], jnp.int32),
+                generated=jnp.array([0] * self._rows, jnp.int32),
+                finish=jnp.array(self._finish),
                 counts=TokenCounts.of_prompts(prompts, vocab_size) if penalized else None,
-            )
-            # Copies: donated arrays must not share memory with the host's.
-            state, fixed = jax.tree.map(
-                lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf), (state, fixed)
             )
             jax.block_until_ready(state)
         return state, fixed

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -65,8 +66,8 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        model: str,
-        drafter: str | None = None,
+        model: str | Path,
+        drafter: str | Path | None = None,
         *,
         speculative_config: str | Mapping[str, Any] | None = None,
         dtype: DTypeLike | None = None,

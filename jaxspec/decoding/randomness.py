@@ -32,28 +32,34 @@ def seed_words(seeds: Sequence[int]) -> np.ndarray:
     return np.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], np.uint32).reshape(-1, 2)
 
 
-def draw_keys(words: jax.Array, position: jax.Array, slot: jax.Array, purpose: Purpose) -> jax.Array:
+def draw_keys(words: jax.Array, position: jax.Array, slot: jax.Array, purpose: Purpose | jax.Array) -> jax.Array:
     """One typed key for each row.
 
     Args:
         words: uint32 [B, 2], from `seed_words`.
         position: int32 [B], absolute position of each row's anchor.
         slot: int32 [B], 0 for the draw right after the anchor.
-        purpose: what the draw is for.
+        purpose: what the draw is for; one for all rows, or uint32 [B].
 
     Returns:
         Typed keys [B].
     """
 
-    def one(row_words: jax.Array, row_position: jax.Array, row_slot: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(row_words, impl=_IMPLEMENTATION)
-        for number in (row_position.astype(jnp.uint32), row_slot.astype(jnp.uint32), jnp.uint32(purpose)):
-            key = jax.random.fold_in(key, number)
+    def one(words: jax.Array, *numbers: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl=_IMPLEMENTATION)
+        for number in numbers:
+            key = jax.random.fold_in(key, number.astype(jnp.uint32))
         return key
 
-    return jax.vmap(one)(words, position, slot)
+    purposes = jnp.broadcast_to(jnp.asarray(purpose, jnp.uint32), position.shape)
+    return jax.vmap(one)(words, position, slot, purposes)
 
 
 def gumbel(keys: jax.Array, size: int) -> jax.Array:
     """Standard Gumbel noise, float32 [B, size], drawn row by row from typed keys [B]."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+
+
+def uniform(keys: jax.Array) -> jax.Array:
+    """Numbers in [0, 1), float32 [B], one from each of typed keys [B]."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)

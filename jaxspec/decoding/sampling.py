@@ -27,31 +27,31 @@ class SamplingRows:
     All float32 [B] but: top_k int32 [B] (<= 0: off), seeds uint32 [B, 2] (`randomness.seed_words`).
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    repetition_penalty: jax.Array | np.ndarray
-    presence_penalty: jax.Array | np.ndarray
-    frequency_penalty: jax.Array | np.ndarray
-    seeds: jax.Array | np.ndarray
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    seeds: jax.Array
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> "SamplingRows":
-        """Host arrays of the requests in row order; `seeds` replaces `SamplingParams.seed`, which may be None."""
+        """The requests in row order; `seeds` replaces `SamplingParams.seed`, which may be None."""
 
-        def floats(values: list[float]) -> np.ndarray:
-            return np.array(values, np.float32)
+        def floats(values: list[float]) -> jax.Array:
+            return jnp.array(values, jnp.float32)
 
         return cls(
             temperature=floats([p.temperature for p in params]),
-            top_k=np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
+            top_k=jnp.array([min(p.top_k, 2**31 - 1) for p in params], jnp.int32),
             top_p=floats([p.top_p for p in params]),
             min_p=floats([p.min_p for p in params]),
             repetition_penalty=floats([p.repetition_penalty for p in params]),
             presence_penalty=floats([p.presence_penalty for p in params]),
             frequency_penalty=floats([p.frequency_penalty for p in params]),
-            seeds=seed_words(seeds),
+            seeds=jnp.array(seed_words(seeds)),
         )
 
 
@@ -60,16 +60,16 @@ class SamplingRows:
 class TokenCounts:
     """What the penalties look at. prompt: bool [B, V], the token stands in the prompt; output: int32 [B, V], times in the answer."""
 
-    prompt: jax.Array | np.ndarray
-    output: jax.Array | np.ndarray
+    prompt: jax.Array
+    output: jax.Array
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "TokenCounts":
-        """Host arrays for prompts in row order, with an empty answer."""
+        """Prompts in row order, with an empty answer."""
         seen = np.zeros((len(prompts), vocab_size), bool)
         for row, prompt in enumerate(prompts):
             seen[row, np.asarray(prompt, np.int64)] = True
-        return cls(seen, np.zeros((len(prompts), vocab_size), np.int32))
+        return cls(jnp.array(seen), jnp.array(np.zeros(seen.shape, np.int32)))
 
     def add(self, tokens: jax.Array, committed: jax.Array) -> "TokenCounts":
         """Count one more answer token a row: tokens int32 [B], where committed bool [B]."""

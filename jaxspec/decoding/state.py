@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding.sampling import SamplingRows, TokenCounts
@@ -33,8 +34,8 @@ class Requests:
     """
 
     sampling: SamplingRows
-    limit: jax.Array | np.ndarray
-    stop_ids: jax.Array | np.ndarray
+    limit: jax.Array
+    stop_ids: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +52,9 @@ class DecodeState:
     """
 
     cache: KVCache
-    anchor: jax.Array | np.ndarray
-    generated: jax.Array | np.ndarray
-    finish: jax.Array | np.ndarray
+    anchor: jax.Array
+    generated: jax.Array
+    finish: jax.Array
     counts: TokenCounts | None
 
 
@@ -71,9 +72,9 @@ class Dispatch:
     finish: jax.Array
 
 
-def pad_stop_ids(stop_ids: Sequence[Sequence[int]], width: int) -> np.ndarray:
+def pad_stop_ids(stop_ids: Sequence[Sequence[int]], width: int) -> jax.Array:
     """Sets of ids, one a row -> int32 [B, width], padded with -1."""
     padded = np.full((len(stop_ids), width), NO_TOKEN, np.int32)
     for row, ids in enumerate(stop_ids):
         padded[row, : len(ids)] = ids
-    return padded
+    return jnp.array(padded)

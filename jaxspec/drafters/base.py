@@ -4,13 +4,14 @@ A drafter follows the verifier through its features. `prefill` commits the featu
 the last cycle accepted and proposes K tokens. What a rejected row left behind is overwritten before it is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxspec.config import AttentionConfig
@@ -20,8 +21,8 @@ from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
 
 # Chooses a draft: (logits float32 [B, Vd], slot int32 scalar) -> (draft ids int32 [B], log-probabilities float32 [B, Vd] of the
-# distribution that they were drawn from).
-Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# distribution that they were drawn from, None for a point mass).
+Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
 class VocabMap(nnx.Variable):
@@ -47,12 +48,14 @@ class Context:
 class Proposal:
     """K drafts after the anchor.
 
-    `log_q` are the log-probabilities, over the draft vocabulary, of the distributions that the tokens were drawn from. `confidence` is
-    the probability that a draft is accepted if those before it are; None for drafters without that head.
+    `log_q` are the log-probabilities, over the draft vocabulary, of the distributions that the tokens were drawn from; None where each
+    is a point mass. `confidence` is the probability that a draft is accepted if those before it are; None for drafters without that
+    head.
     """
 
     tokens: jax.Array  # int32 [B, K], verifier ids
-    log_q: jax.Array  # float32 [B, K, Vd]
+    ids: jax.Array  # int32 [B, K], the same in the draft vocabulary
+    log_q: jax.Array | None  # float32 [B, K, Vd]
     confidence: jax.Array | None  # float32 [B, K]
 
 
@@ -66,16 +69,15 @@ class Drafter(Protocol):
         ...
 
     def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
-        """Commit the context, then propose `drafts` = K tokens after its last counted token. Every row counts at least one."""
+        """Commit the context, then propose `drafts` = K tokens after its last counted token. A row that counts none (it has ended, or
+        nothing came before its anchor) has its anchor in the first place; its drafts may be poor."""
         ...
 
 
-def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `Choose` of greedy drafting: the most likely token; a point mass."""
+def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
+    """The `Choose` of greedy drafting: the most likely token, a point mass."""
     del slot
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    one_hot = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.bool_)
-    return ids, jnp.where(one_hot, jnp.float32(0), -jnp.inf)
+    return lax.argmax(logits, logits.ndim - 1, jnp.int32), None
 
 
 class DraftVocabulary(nnx.Module):
@@ -86,9 +88,7 @@ class DraftVocabulary(nnx.Module):
         self.embed = Embedding(
             config.vocab_size, (config.width,), ("embed",), scale=config.embed_scale, rngs=rngs, dtype=dtype
         )
-        self.head = Linear(
-            (config.width,), (config.draft_vocab_size,), ("embed",), ("vocab",), rngs=rngs, dtype=dtype
-        )
+        self.head = Linear((config.width,), (config.draft_vocab_size,), ("embed",), ("vocab",), rngs=rngs, dtype=dtype)
         self.target_ids = (
             VocabMap(jnp.arange(config.draft_vocab_size, dtype=jnp.int32), axes=("vocab",))
             if config.reduced_vocab
@@ -100,6 +100,10 @@ class DraftVocabulary(nnx.Module):
         logits = self.head(hidden).astype(jnp.float32) * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def proposal(self, ids: jax.Array, log_q: jax.Array | None, confidence: jax.Array | None = None) -> Proposal:
+        """ids int32 [B, K] and log_q [B, K, Vd] as chosen -> the proposal."""
+        return Proposal(self.to_verifier(ids), ids, log_q, confidence)
 
     def to_verifier(self, ids: jax.Array) -> jax.Array:
         """Draft ids int32 [...] -> verifier ids int32 [...]."""
@@ -115,6 +119,21 @@ def context_positions(context: Context, cache: KVCache) -> jax.Array:
     """Positions int32 [B, T] of the context's rows; those that don't count lie outside the cache, so that writing them is dropped."""
     steps = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
     return jnp.where(steps < context.count[:, None], cache.length[:, None] + steps, cache.capacity)
+
+
+def choose_each(logits: jax.Array, choose: Choose) -> tuple[jax.Array, jax.Array | None]:
+    """logits float32 [B, K, Vd], slots that don't depend on one another -> ids int32 [B, K] and log_q [B, K, Vd]."""
+    return stack_slots([choose(logits[:, slot], jnp.int32(slot)) for slot in range(logits.shape[1])])
+
+
+def stack_slots(chosen: Sequence[tuple[jax.Array, jax.Array | None]]) -> tuple[jax.Array, jax.Array | None]:
+    """What was chosen slot by slot, with a slot axis behind B."""
+    return jax.tree.map(lambda *slots: jnp.stack(slots, axis=1), *chosen)
+
+
+def last_counted(context: Context) -> jax.Array:
+    """Index int32 [B] of the row with the anchor."""
+    return jnp.maximum(context.count - 1, 0)
 
 
 def take_rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:

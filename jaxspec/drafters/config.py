@@ -55,6 +55,11 @@ class BlockConfig:
     markov: MarkovConfig | None = None
     confidence: ConfidenceConfig | None = None
 
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts K a block gives."""
+        return self.size if self.sample_from_anchor else self.size - 1
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -97,6 +102,4 @@ class DrafterConfig:
     @property
     def max_drafts(self) -> int | None:
         """Most drafts K a cycle; None where the drafter sets no bound."""
-        if self.block is None:
-            return None
-        return self.block.size if self.block.sample_from_anchor else self.block.size - 1
+        return None if self.block is None else self.block.max_drafts

@@ -13,7 +13,9 @@ from jaxspec.drafters.base import (
     DraftVocabulary,
     Proposal,
     attention_layers,
+    choose_each,
     context_positions,
+    last_counted,
     take_rows,
 )
 from jaxspec.drafters.config import BlockConfig, DrafterConfig
@@ -46,7 +48,7 @@ class DFlash(nnx.Module):
     def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
         """See `Drafter`. All B slots run whatever K is, since slots see one another; the head runs on the K that draft."""
         cache = self.inject(context, cache)
-        anchor = take_rows(context.tokens, context.count - 1, 1)[:, 0]
+        anchor = take_rows(context.tokens, last_counted(context), 1)[:, 0]
         hidden = self.denoise(anchor, cache)
         return self.propose(hidden, anchor, drafts, choose), cache
 
@@ -54,9 +56,7 @@ class DFlash(nnx.Module):
         """hidden [B, size, D] of the block, anchor int32 [B] -> K drafts, each on its own."""
         del anchor
         logits = self.vocabulary.logits(self.drafting_slots(hidden)[:, :drafts])
-        chosen = [choose(logits[:, slot], jnp.int32(slot)) for slot in range(drafts)]
-        tokens = jnp.stack([self.vocabulary.to_verifier(ids) for ids, _ in chosen], axis=1)
-        return Proposal(tokens, jnp.stack([log_q for _, log_q in chosen], axis=1), None)
+        return self.vocabulary.proposal(*choose_each(logits, choose))
 
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """Every slot's logits of one block behind T positions, all of them new to the drafter.

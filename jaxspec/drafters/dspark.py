@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.drafters.base import Choose, Proposal
+from jaxspec.drafters.base import Choose, Proposal, stack_slots
 from jaxspec.drafters.config import ConfidenceConfig, DrafterConfig, MarkovConfig
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.layers.linear import Linear
 from jaxspec.layers.embedding import Embedding
+from jaxspec.layers.linear import Linear
 
 
 class DSpark(DFlash):
@@ -27,7 +27,7 @@ class DSpark(DFlash):
         state = self._first_state(hidden, anchor)
         slots = self.drafting_slots(hidden)
         previous = anchor
-        tokens, log_qs, confidences = [], [], []
+        chosen, confidences = [], []
         for slot in range(drafts):
             h = slots[:, slot]
             logits, embedded = base[:, slot], None
@@ -36,13 +36,12 @@ class DSpark(DFlash):
                 bias, state = self.markov.step(embedded, h, state)
                 logits = logits + bias
             ids, log_q = choose(logits, jnp.int32(slot))
+            chosen.append((ids, log_q))
             if self.confidence is not None:
                 confidences.append(self.confidence(h, embedded, slot))
             previous = self.vocabulary.to_verifier(ids)
-            tokens.append(previous)
-            log_qs.append(log_q)
         confidence = jax.nn.sigmoid(jnp.stack(confidences, axis=1)) if confidences else None
-        return Proposal(jnp.stack(tokens, axis=1), jnp.stack(log_qs, axis=1), confidence)
+        return self.vocabulary.proposal(*stack_slots(chosen), confidence)
 
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """As in `DFlash`, with the true tokens before each slot in place of drafted ones. A slot 0 that drafts nothing has the

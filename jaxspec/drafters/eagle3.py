@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxspec.drafters.base import Choose, Context, DraftVocabulary, Proposal, attention_layers, take_rows
+from jaxspec.drafters.base import Choose, Context, DraftVocabulary, Proposal, attention_layers, last_counted, take_rows
 from jaxspec.drafters.config import DrafterConfig, EagleConfig
 from jaxspec.layers.attention import Attention
 from jaxspec.layers.cache import KVCache
@@ -25,10 +25,10 @@ class Eagle3(nnx.Module):
         self.config = config
         eagle, d, eps = eagle_config(config), config.width, config.norm_eps
         self.vocabulary = DraftVocabulary(config, rngs=rngs, dtype=dtype)
-        self.input_norm = RMSNorm(config.feature_width, eps, axis="feature", dtype=dtype) if eagle.norm_before_fc else None
-        self.fc_norms = (
-            nnx.List([RMSNorm(d, eps, dtype=dtype) for _ in config.taps]) if eagle.fc_norm else None
+        self.input_norm = (
+            RMSNorm(config.feature_width, eps, axis="feature", dtype=dtype) if eagle.norm_before_fc else None
         )
+        self.fc_norms = nnx.List([RMSNorm(d, eps, dtype=dtype) for _ in config.taps]) if eagle.fc_norm else None
         self.fc = Linear((config.feature_width,), (d,), ("feature",), ("embed",), rngs=rngs, dtype=dtype)
         self.layers = nnx.List(
             [FirstLayer(config, rngs=rngs, dtype=dtype)]
@@ -46,27 +46,24 @@ class Eagle3(nnx.Module):
         stream, cache = self.run(context.tokens, self.fuse(context.features), cache)
         cache = cache.advance(context.count)
         committed = cache.length
-        stream = take_rows(stream, context.count - 1, 1)  # [B, 1, D]
-
-        def choose_next(stream: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-            ids, log_q = choose(self.logits_of(stream)[:, 0], slot)
-            return self.vocabulary.to_verifier(ids), log_q
+        stream = take_rows(stream, last_counted(context), 1)  # [B, 1, D]
 
         def next_draft(
             carry: tuple[jax.Array, jax.Array, KVCache], slot: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
-            token, stream, cache = carry
+        ) -> tuple[tuple[jax.Array, jax.Array, KVCache], tuple[jax.Array, jax.Array | None]]:
+            ids, stream, cache = carry
+            token = self.vocabulary.to_verifier(ids)
             stream, cache = self.run(token[:, None], self.recycled(stream), cache)
-            token, log_q = choose_next(stream, slot)
-            return (token, stream, cache.advance(jnp.ones_like(token))), (token, log_q)
+            ids, log_q = choose(self.logits_of(stream)[:, 0], slot)
+            return (ids, stream, cache.advance(jnp.ones_like(ids))), (ids, log_q)
 
-        token, log_q = choose_next(stream, jnp.int32(0))
-        (_, _, cache), (tokens, log_qs) = lax.scan(
-            next_draft, (token, stream, cache), jnp.arange(1, drafts, dtype=jnp.int32)
+        first = choose(self.logits_of(stream)[:, 0], jnp.int32(0))
+        slots = jnp.arange(1, drafts, dtype=jnp.int32)
+        (_, _, cache), others = lax.scan(next_draft, (first[0], stream, cache), slots)
+        ids, log_q = jax.tree.map(
+            lambda one, more: jnp.concatenate([one[:, None], more.swapaxes(0, 1)], axis=1), first, others
         )
-        tokens = jnp.concatenate([token[None], tokens]).swapaxes(0, 1)
-        log_qs = jnp.concatenate([log_q[None], log_qs]).swapaxes(0, 1)
-        return Proposal(tokens, log_qs, None), replace(cache, length=committed)
+        return self.vocabulary.proposal(ids, log_q), replace(cache, length=committed)
 
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """features [B, T, feature_width] of T positions and the token int32 [B, T] that follows each -> float32 [B, T, Vd]: the

@@ -1,11 +1,10 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers, all K drafts in one causal pass."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.drafters.base import Choose, Context, Proposal, take_rows
+from jaxspec.drafters.base import Choose, Context, Proposal, choose_each, last_counted, take_rows
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.layers.cache import KVCache
@@ -31,8 +30,5 @@ class PEagle(Eagle3):
         fused = jnp.pad(self.fuse(context.features), (*pad, (0, 0)))
         masked = self.fuse(self.mask_hidden[...].astype(fused.dtype)[None, None])  # [1, 1, D]
         stream, cache = self.run(tokens, jnp.where(known[..., None], fused, masked), cache)
-        logits = self.logits_of(take_rows(stream, context.count - 1, drafts))  # [B, K, Vd]
-        chosen = [choose(logits[:, slot], jnp.int32(slot)) for slot in range(drafts)]
-        tokens = jnp.stack([self.vocabulary.to_verifier(ids) for ids, _ in chosen], axis=1)
-        log_q = jnp.stack([log_q for _, log_q in chosen], axis=1)
-        return Proposal(tokens, log_q, None), cache.advance(context.count)
+        logits = self.logits_of(take_rows(stream, last_counted(context), drafts))  # [B, K, Vd]
+        return self.vocabulary.proposal(*choose_each(logits, choose)), cache.advance(context.count)

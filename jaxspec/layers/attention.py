@@ -3,13 +3,13 @@
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxspec_kernels.block_attention import block_attention
 
 from jaxspec.config import AttentionConfig
 from jaxspec.layers.cache import write_slots
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norm import RMSNorm, rms_normalize
 from jaxspec.layers.rope import apply_rope
+from jaxspec_kernels.block_attention import block_attention
 
 
 class Attention(nnx.Module):

@@ -45,9 +45,7 @@ class DecoderLayer(nnx.Module):
             else GatedMlp(width, config.mlp_width, act, bias=config.mlp_bias, rngs=rngs, dtype=dtype)
         )
         self.moe = (
-            None
-            if config.moe is None
-            else MixtureOfExperts(config.moe, width, act, norm_eps, rngs=rngs, dtype=dtype)
+            None if config.moe is None else MixtureOfExperts(config.moe, width, act, norm_eps, rngs=rngs, dtype=dtype)
         )
         side_by_side = self.mlp is not None and self.moe is not None
         self.post_dense_norm = norm() if side_by_side else None

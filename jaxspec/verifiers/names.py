@@ -19,14 +19,16 @@ class Rule:
     """Our parameter `path` is stored as tensor `name`; {i} is the layer and {e} the expert in both.
 
     `merge`: our axes merge and merge + 1 are one axis of the stored tensor. `half`: only the first (0) or second (1)
-    half of the stored axis 1 is this parameter. A name with {e} holds one row of our axis 0 each. `layout`: the form of
-    a tensor that is stored in more than one way; "" for all others.
+    half of the stored axis 1 is this parameter. A name with {e} holds one row of our axis 0 each. `leading`: the stored
+    tensor has that many axes of length 1 before ours. `layout`: the form of a tensor that is stored in more than one
+    way; "" for all others.
     """
 
     path: str
     name: str
     merge: int | None = None
     half: int | None = None
+    leading: int = 0
     layout: str = ""
 
 
@@ -104,7 +106,7 @@ def expand(table: Table, shapes: Mapping[Path, tuple[int, ...]], layout: str) ->
     rules = {rule.path: rule for rule in table.rules if rule.layout in ("", layout)}
     links = []
     for path, shape in shapes.items():
-        layer = path[1] if path[0] == "layers" else None
+        layer = next((part for part in path if isinstance(part, int)), None)
         pattern = ".".join("{i}" if isinstance(part, int) else part for part in path)
         rule = rules[pattern]
         name = rule.name.replace("{i}", str(layer))
@@ -138,4 +140,4 @@ def _stored_shape(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
     if rule.half is not None:
         return (shape[0], 2 * shape[1], *shape[2:])
-    return shape
+    return (1,) * rule.leading + shape

@@ -78,14 +78,18 @@ def _attend(
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
         first = i * chunk
-        start = jnp.minimum(first, capacity - chunk)  # the last chunk overlaps the one before where the capacity is no multiple
+        start = jnp.minimum(
+            first, capacity - chunk
+        )  # the last chunk overlaps the one before where the capacity is no multiple
         slot = start + jnp.arange(chunk, dtype=jnp.int32)
         k_part = lax.dynamic_slice_in_dim(k, start, chunk, axis=2)
         v_part = lax.dynamic_slice_in_dim(v, start, chunk, axis=2)
         written = (slot[None] < end[:, None]) & (slot[None] >= first)  # [B, chunk]
         seen = _visible(q_position, slot, end, causal, window, window_from_block) & written[:, None]  # [B, T, chunk]
 
-        scores = jnp.einsum("btkgh,bksh->bkgts", groups, k_part, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "btkgh,bksh->bkgts", groups, k_part, precision=precision, preferred_element_type=jnp.float32
+        )
         scores = scores * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

@@ -1,0 +1,196 @@
+"""Loading a drafter: a directory or hub id of any format becomes a filled module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxspec.checkpoint.drafters.checks import check_verifier
+from jaxspec.checkpoint.drafters.formats import detect_format
+from jaxspec.checkpoint.drafters.parsed import VerifierFacts
+from jaxspec.checkpoint.drafters.table import CanonicalSource, ignored, table
+from jaxspec.checkpoint.drafters.vocab import read_target_ids
+from jaxspec.checkpoint.fill import (
+    Links,
+    Place,
+    Progress,
+    checked_dtype,
+    default_dtype,
+    device_put,
+    fill_parameters,
+    flat_parameters,
+    stored_dtype,
+)
+from jaxspec.checkpoint.load import LoadedVerifier, resolve
+from jaxspec.checkpoint.match import tie
+from jaxspec.checkpoint.safetensors import SafetensorsSource, read_json
+from jaxspec.checkpoint.source import Source
+from jaxspec.drafters.build import build_drafter
+from jaxspec.drafters.config import DrafterConfig
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.eagle3 import Eagle3
+from jaxspec.drafters.peagle import PEagle
+from jaxspec.errors import InputError
+from jaxspec.verifiers.decoder import Decoder
+from jaxspec.verifiers.hf import Fields
+from jaxspec.verifiers.names import Path as ParameterPath
+from jaxspec.verifiers.names import expand
+
+DrafterModule = Eagle3 | PEagle | DFlash | DSpark
+
+EMBED_PATH: ParameterPath = ("vocabulary", "embed", "weight")
+HEAD_PATH: ParameterPath = ("vocabulary", "head", "weight")
+TARGET_IDS_PATH: ParameterPath = ("vocabulary", "target_ids")
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter in memory.
+
+    `format`: what the checkpoint was stored in. `raw_config`: its config.json. `verifier`: what the checkpoint says of the verifier
+    that it was made for. `borrowed`: what the verifier lent, of "embed" and "head"; their arrays are the verifier's own where the
+    dtypes agree. `source_dtype`: what most weights were stored as.
+    """
+
+    config: DrafterConfig
+    module: DrafterModule
+    format: str
+    path: Path
+    raw_config: dict[str, Any]
+    verifier: VerifierFacts
+    borrowed: tuple[str, ...]
+    source_dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class OpenedDrafter:
+    """A checkpoint whose config is read and whose tensors are known, all of them accounted for, but not read.
+
+    `links`: where each of its own parameters comes from. `target_ids`: int32 [Vd], None for the whole vocabulary.
+    """
+
+    config: DrafterConfig
+    format: str
+    path: Path
+    raw_config: dict[str, Any]
+    verifier: VerifierFacts
+    source: Source
+    links: Links
+    target_ids: np.ndarray | None
+
+
+def load_drafter(
+    path_or_id: str | Path,
+    *,
+    verifier: LoadedVerifier | None,
+    dtype: DTypeLike | None = None,
+    progress: Progress | None = None,
+    place: Place | None = None,
+) -> LoadedDrafter:
+    """Loads a checkpoint directory or a hub id; its format is found from its config and tensors.
+
+    verifier: the model it drafts for; None only for drafters that hold an embedding and a head of their own. dtype: float32 or
+    bfloat16; None takes the verifier's. place: where a finished parameter goes, by default `jax.device_put`.
+
+    Raises InputError, one line, for everything that is wrong with the path, the config or the weights, and for a drafter of another
+    verifier.
+    """
+    opened = open_drafter(path_or_id, None if verifier is None else verifier.config.num_layers)
+    config = opened.config
+    if verifier is not None:
+        check_verifier(config, verifier.config, str(opened.path))
+    borrowed = tuple(name for name, own in (("embed", config.own_embed), ("head", config.own_head)) if not own)
+    if borrowed and verifier is None:
+        raise InputError(
+            f"{opened.path}: holds no {' and no '.join(borrowed)} of its own: give the verifier it belongs to"
+        )
+    stored = stored_dtype(opened.source)
+    if dtype is not None:
+        wanted = checked_dtype(dtype)
+    else:
+        wanted = default_dtype(stored) if verifier is None else np.dtype(verifier.module.embed.weight[...].dtype)
+    graph, state = nnx.split(abstract_drafter(config, wanted))
+    parameters = flat_parameters(state)
+    own = {path: leaf for path, leaf in parameters.items() if path in opened.links}
+    filled = fill_parameters(own, opened.links, opened.source, progress, place)
+    if opened.target_ids is not None:
+        leaf = parameters[TARGET_IDS_PATH]
+        axes = leaf.get_metadata()["axes"]
+        filled[TARGET_IDS_PATH] = leaf.replace((place or device_put)(opened.target_ids, TARGET_IDS_PATH, axes))
+    if verifier is not None:
+        lent = {EMBED_PATH: verifier_embed(verifier.module), HEAD_PATH: verifier_head(verifier.module)}
+        for path in lent.keys() - opened.links.keys():
+            filled[path] = parameters[path].replace(_lent(lent[path], path, opened.target_ids, wanted))
+    module = nnx.merge(graph, nnx.from_flat_state({path: filled[path] for path in parameters}))
+    return LoadedDrafter(
+        config=config,
+        module=module,
+        format=opened.format,
+        path=opened.path,
+        raw_config=opened.raw_config,
+        verifier=opened.verifier,
+        borrowed=borrowed,
+        source_dtype=stored,
+    )
+
+
+def open_drafter(path_or_id: str | Path, verifier_layers: int | None = None) -> OpenedDrafter:
+    """Reads a checkpoint's config, finds its format, and ties its tensors to parameters without reading them.
+
+    verifier_layers: the verifier's L, needed for drafters that name no tap layers. Raises InputError for everything that is wrong.
+    """
+    path = resolve(path_or_id)
+    if path.is_file():
+        raise InputError(f"{path}: a drafter is a directory or a hub id, not a .gguf file")
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise InputError(f"{path}: has no config.json")
+    data = read_json(config_file)
+    source = CanonicalSource(SafetensorsSource(path))
+    fields = Fields(data, str(config_file))
+    names = source.tensors.keys()
+    found = detect_format(fields, names)
+    parsed = found.read(fields, names, verifier_layers)
+    config = parsed.config
+    target_ids = read_target_ids(source, config)
+    links = expand(table(config), own_shapes(config), "")
+    tied = tie([(link, link.name) for link in links], source, ignored)
+    return OpenedDrafter(config, found.name, path, data, parsed.verifier, source, tied.links, target_ids)
+
+
+def abstract_drafter(config: DrafterConfig, dtype: DTypeLike) -> DrafterModule:
+    """The module with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: build_drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def own_shapes(config: DrafterConfig) -> Mapping[ParameterPath, tuple[int, ...]]:
+    """Shape of every parameter that a checkpoint of the drafter holds, by path."""
+    state = nnx.state(abstract_drafter(config, jnp.float32))
+    lent = {TARGET_IDS_PATH}
+    lent |= set() if config.own_embed else {EMBED_PATH}
+    lent |= set() if config.own_head else {HEAD_PATH}
+    return {path: tuple(leaf.shape) for path, leaf in flat_parameters(state).items() if path not in lent}
+
+
+def verifier_embed(module: Decoder) -> jax.Array:
+    """The verifier's token embedding, [V, D]."""
+    return module.embed.weight[...]
+
+
+def verifier_head(module: Decoder) -> jax.Array:
+    """The verifier's output head, [V, D]; its embedding where they are tied."""
+    return module.embed.weight[...] if module.head is None else module.head.weight[...]
+
+
+def _lent(array: jax.Array, path: ParameterPath, target_ids: np.ndarray | None, dtype: np.dtype) -> jax.Array:
+    """The verifier's array as the drafter uses it: the head's rows of the draft vocabulary, in the drafter's dtype."""
+    if path == HEAD_PATH and target_ids is not None:
+        array = array[target_ids]
+    return array if array.dtype == dtype else array.astype(dtype)

@@ -1,0 +1,192 @@
+"""Which drafts stay, and the token behind them: the rules that keep the verifier's distribution exactly.
+
+All rules work on K drafts of which a row's first `kept` count. p is the verifier's distribution after a slot's prefix, q the one that the
+slot's draft was drawn from; a greedy draft has a point mass for q. Everything is compared in verifier ids.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.decoding.params import GREEDY_BELOW
+from jaxspec.decoding.randomness import Purpose, draw_keys, gumbel, uniform
+from jaxspec.decoding.sampling import SamplingRows, filter_logits
+
+
+class Rule(StrEnum):
+    """How drafts are accepted."""
+
+    STANDARD = "standard"  # each draft by itself (arXiv 2211.17192, algorithm 1)
+    BLOCK = "block"  # the longest prefix that the joint probability carries (arXiv 2403.10444, algorithm 2)
+    SYNTHETIC = "synthetic"  # by given rates, whatever the tokens: for timing only, not lossless
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """K drafts a row, as the rules see them.
+
+    Fields:
+        tokens: int32 [B, K], verifier ids.
+        ids: int32 [B, K], the same in the draft vocabulary.
+        log_q: float32 [B, K, Vd], log-probabilities that they were drawn from; None: each is a point mass.
+        target_ids: int32 [Vd], verifier ids of the draft ids; None: the same ids.
+        kept: int32 [B], 0 .. K, drafts that the verifier has seen. It must not depend on the drafts behind them.
+    """
+
+    tokens: jax.Array
+    ids: jax.Array
+    log_q: jax.Array | None
+    target_ids: jax.Array | None
+    kept: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Verdict:
+    """accepted: int32 [B], 0 .. kept. token: int32 [B], what follows the accepted drafts: the bonus token, or a rejected draft's
+    replacement."""
+
+    accepted: jax.Array
+    token: jax.Array
+
+
+def accept(
+    logits: jax.Array,
+    drafts: Drafts,
+    rows: SamplingRows,
+    position: jax.Array,
+    rule: Rule,
+    synthetic_rates: jax.Array | None = None,
+) -> Verdict:
+    """Apply `rule`. A batch of greedy rows costs one argmax a slot.
+
+    Args:
+        logits: float32 [B, K + 1, V], the verifier's after the anchor and after each draft, penalties already applied; rows behind
+            `kept` hold anything finite.
+        drafts: what was drafted.
+        rows: sampling parameters [B].
+        position: int32 [B], absolute position of each row's anchor.
+        rule: which rule; SYNTHETIC needs `synthetic_rates` float32 [K], the probability that a draft is accepted when those before it
+            are.
+    """
+    if rule is Rule.SYNTHETIC:
+        assert synthetic_rates is not None
+        chance = _uniform(rows, position, drafts.tokens.shape[1]) < synthetic_rates[None]
+        accepted = _leading(chance, drafts.kept)
+        token = _draw(_row(logits, accepted), None, accepted < 0, rows, position, accepted)
+        return Verdict(accepted, token)
+
+    def greedily(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best = _argmax(logits)  # [B, K + 1]
+        accepted = _leading(best[:, :-1] == drafts.tokens, drafts.kept)
+        return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
+
+    def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_p = jax.nn.log_softmax(filter_logits(logits, rows), axis=-1)
+        judge = _judge_block if rule is Rule.BLOCK else _judge_each
+        accepted, weight = judge(log_p, drafts, rows, position)
+        p = jnp.exp(_row(log_p, accepted))  # [B, V]
+        rejected = accepted < drafts.kept
+        residual = _residual(p, drafts, accepted, weight)
+        return accepted, _draw(_row(log_p, accepted), residual, rejected, rows, position, accepted)
+
+    return Verdict(*jax.lax.cond(jnp.any(rows.temperature >= GREEDY_BELOW), sampled, greedily, logits))
+
+
+def _judge_each(
+    log_p: jax.Array, drafts: Drafts, rows: SamplingRows, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Accept draft x while u q(x) < p(x). Returns the number accepted [B], and the weight of p in the residual [B]: 1."""
+    u = _uniform(rows, position, drafts.tokens.shape[1])
+    p, q = _probability(log_p, drafts)
+    return _leading(u * q < p, drafts.kept), jnp.ones(log_p.shape[0], jnp.float32)
+
+
+def _judge_block(
+    log_p: jax.Array, drafts: Drafts, rows: SamplingRows, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Accept the longest prefix i with u_i <= h_i, where r_i = min(r_{i-1} p(x_i) / q(x_i), 1) and h_i = R_i / (R_i + 1 - r_i), R_i the
+    mass of max(r_i p - q, 0) behind prefix i; h = r for the whole of what was kept. Returns it, and r of the accepted prefix."""
+    p, q = _probability(log_p, drafts)
+    u = _uniform(rows, position, drafts.tokens.shape[1])
+    accepted = jnp.zeros(log_p.shape[0], jnp.int32)
+    ratio = weight = jnp.ones(log_p.shape[0], jnp.float32)
+    drafted = drafts.tokens.shape[1]
+    for i in range(1, drafted + 1):
+        ratio = jnp.minimum(ratio * p[:, i - 1] / q[:, i - 1], 1.0)
+        mass = jnp.zeros_like(ratio)
+        if i < drafted:
+            mass = jnp.sum(_residual(jnp.exp(log_p[:, i]), drafts, jnp.full_like(accepted, i), ratio), axis=-1)
+        # R = 0 with r = 1 is a prefix behind which p equals q: nothing is left to gain by a shorter one.
+        threshold = jnp.where(mass + 1.0 - ratio > 0, mass / (mass + 1.0 - ratio), 1.0)
+        threshold = jnp.where(drafts.kept == i, ratio, threshold)
+        take = (u[:, i - 1] <= threshold) & (i <= drafts.kept) & (ratio > 0)
+        accepted = jnp.where(take, i, accepted)
+        weight = jnp.where(take, ratio, weight)
+    return accepted, weight
+
+
+def _probability(log_p: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
+    """p and q of every draft, float32 [B, K] each."""
+    p = jnp.exp(jnp.take_along_axis(log_p[:, :-1], drafts.tokens[..., None], axis=-1)[..., 0])
+    if drafts.log_q is None:
+        return p, jnp.ones_like(p)
+    return p, jnp.exp(jnp.take_along_axis(drafts.log_q, drafts.ids[..., None], axis=-1)[..., 0])
+
+
+def _residual(p: jax.Array, drafts: Drafts, slot: jax.Array, weight: jax.Array) -> jax.Array:
+    """max(weight p - q, 0) over verifier ids, q being that of the draft in `slot` int32 [B]; p float32 [B, V] -> [B, V]."""
+    slot = jnp.minimum(slot, drafts.tokens.shape[1] - 1)
+    rows = jnp.arange(p.shape[0], dtype=jnp.int32)
+    left = weight[:, None] * p
+    if drafts.log_q is None:
+        left = left.at[rows, drafts.tokens[rows, slot]].add(-1.0)
+    else:
+        q = jnp.exp(drafts.log_q[rows, slot])  # [B, Vd]
+        left = left - q if drafts.target_ids is None else left.at[:, drafts.target_ids].add(-q)
+    return jnp.maximum(left, 0.0)
+
+
+def _draw(
+    log_p: jax.Array,
+    residual: jax.Array | None,
+    rejected: jax.Array,
+    rows: SamplingRows,
+    position: jax.Array,
+    slot: jax.Array,
+) -> jax.Array:
+    """One token a row: from the residual where a draft was rejected (from p where rounding left no residual), else from p.
+
+    log_p float32 [B, V], residual float32 [B, V] not normalised; rejected bool [B]; slot int32 [B]. Greedy rows take the maximum.
+    """
+    if residual is None:
+        log_p = filter_logits(log_p, rows)
+    else:
+        some = jnp.sum(residual, axis=-1, keepdims=True) > 0
+        log_p = jnp.where(rejected[:, None] & some, jnp.log(residual), log_p)
+    purpose = jnp.where(rejected, jnp.uint32(Purpose.RESIDUAL), jnp.uint32(Purpose.SAMPLE))
+    return _argmax(log_p + gumbel(draw_keys(rows.seeds, position, slot, purpose), log_p.shape[-1]))
+
+
+def _uniform(rows: SamplingRows, position: jax.Array, drafted: int) -> jax.Array:
+    """u in [0, 1) for every slot, float32 [B, K]."""
+    slots = [jnp.full_like(position, slot) for slot in range(drafted)]
+    return jnp.stack([uniform(draw_keys(rows.seeds, position, slot, Purpose.ACCEPT)) for slot in slots], axis=1)
+
+
+def _leading(good: jax.Array, kept: jax.Array) -> jax.Array:
+    """How many of the first `kept` are good before the first that isn't: bool [B, K], int32 [B] -> int32 [B]."""
+    counts = jnp.arange(good.shape[1], dtype=jnp.int32)[None] < kept[:, None]
+    return jnp.sum(jnp.cumprod((good & counts).astype(jnp.int32), axis=1), axis=1)
+
+
+def _row(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [B, T, V], index int32 [B] -> [B, V]."""
+    return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    return jax.lax.argmax(logits, logits.ndim - 1, jnp.int32)
