@@ -32,7 +32,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference goldens bench clean
+.PHONY: help demo test test-latest lint reference goldens drafter-goldens bench clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -41,6 +41,7 @@ help:
 	@echo "make lint         ruff and the type checker"
 	@echo "make reference    make the environment of the PyTorch reference implementations"
 	@echo "make goldens      remake the fixtures under tests/goldens with it  (CASES=\"llama gemma3\")"
+	@echo "make drafter-goldens  likewise those of the drafters  (DEEPSPEC=clone of deepseek-ai/DeepSpec, CASES=\"dflash zlab\")"
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
 	@echo "make clean        remove the environments and caches in this folder"
 
@@ -91,6 +92,9 @@ reference: $(REFERENCE)/.installed
 goldens: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/make_rope_goldens.py
 	@$(REFERENCE)/bin/python tools/make_goldens.py $(CASES)
+
+drafter-goldens: $(REFERENCE)/.installed
+	@$(REFERENCE)/bin/python tools/make_drafter_goldens.py $(if $(DEEPSPEC),--deepspec "$(DEEPSPEC)") $(CASES)
 
 bench: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/fetch_demo.py

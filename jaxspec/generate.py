@@ -5,10 +5,12 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxspec.cli import Parser, ShowProgress, progress, run
 from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.speculative import METHODS, SpeculativeConfig
 from jaxspec.errors import InputError
 from jaxspec.prompts import PromptItem, apply_chat, collect_prompts
 
@@ -32,8 +34,10 @@ def main(argv: list[str]) -> None:
     items = collect_prompts(args.prompts, args.prompt_ids, args.prompt_file)
     if args.stream and args.output == "json":
         raise InputError("--stream works with --output text; leave one of the two out")
+    speculation = _speculation(args)
+    trace = None if args.trace is None else _writable(args.trace)
     with progress() as show:
-        engine = _load(args, show)
+        engine = _load(args, speculation, show)
         chat = args.chat
         if chat is None:
             chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
@@ -41,6 +45,8 @@ def main(argv: list[str]) -> None:
         results = (
             _stream(engine, prompts, params, show) if args.stream else _generate(engine, prompts, params, args, show)
         )
+    if trace is not None:
+        _write_trace(trace, results)
     if args.stats:
         _print_stats(results)
 
@@ -50,12 +56,17 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; without any, stdin is one")
     add("--model", metavar="DIR|HUB_ID|FILE.gguf", help="the model (default: the demo model, fetched the first time)")
-    add("--drafter", metavar="DIR|HUB_ID|none", default="none", help="not supported yet (default: none)")
-    add("--speculative-config", metavar="JSON|FILE", help="not supported yet")
-    add("--method", help="not supported yet")
-    add("--num-speculative-tokens", metavar="K", help="not supported yet")
-    add("--draft-sample-method", choices=["greedy", "probabilistic"], help="not supported yet")
-    add("--confidence-threshold", metavar="C", help="not supported yet")
+    add("--drafter", metavar="DIR|HUB_ID|none", help="the drafter (default: none, or the speculative config's model)")
+    add("--speculative-config", metavar="JSON|FILE", help="vLLM's keys; an explicit flag wins over a key")
+    add("--method", choices=METHODS, help="what the drafter must be (default: what its checkpoint is)")
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts a cycle (default: the checkpoint's)")
+    add("--draft-sample-method", choices=["greedy", "probabilistic"], help="how drafts are chosen (default: greedy)")
+    add(
+        "--confidence-threshold",
+        type=float,
+        metavar="C",
+        help="stop drafting before the first draft of confidence below it (DSpark; default: 0, never)",
+    )
     add(
         "--prompt-file",
         metavar="FILE.jsonl",
@@ -112,20 +123,13 @@ def _parser() -> Parser:
     add("--output", choices=["text", "json"], default="text", help="json: one object a prompt (default: %(default)s)")
     add("--stream", action="store_true", help="print text as it comes, one prompt after the other")
     add("--stats", action="store_true", help="print times and tokens/s on stderr")
-    add("--trace", metavar="FILE", help="not supported yet")
+    add("--trace", metavar="FILE", help="write what happened in each cycle of each prompt, one JSON object a line")
     return parser
 
 
 def _refuse_unsupported(args: Namespace) -> None:
-    """Flags of the contract that need a drafter, several devices or other kernels: refused until those exist."""
+    """Flags of the contract that need several devices or other kernels: refused until those exist."""
     accepted = (
-        ("--drafter", args.drafter, "none"),
-        ("--speculative-config", args.speculative_config, None),
-        ("--method", args.method, None),
-        ("--num-speculative-tokens", args.num_speculative_tokens, None),
-        ("--draft-sample-method", args.draft_sample_method, None),
-        ("--confidence-threshold", args.confidence_threshold, None),
-        ("--trace", args.trace, None),
         ("--mesh", args.mesh, None),
         ("--kernels", args.kernels, "xla"),
     )
@@ -133,6 +137,19 @@ def _refuse_unsupported(args: Namespace) -> None:
         if value != only:
             advice = "leave it out" if only is None else f"leave it out or give {only}"
             raise InputError(f"{flag} {value} is not supported yet; {advice}")
+
+
+def _speculation(args: Namespace) -> SpeculativeConfig:
+    """The speculative config, with the explicit flags over it."""
+    asked = SpeculativeConfig() if args.speculative_config is None else SpeculativeConfig.parse(args.speculative_config)
+    flags = {
+        "model": args.drafter,
+        "method": args.method,
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "draft_sample_method": args.draft_sample_method,
+        "confidence_threshold": args.confidence_threshold,
+    }
+    return replace(asked, **{name: value for name, value in flags.items() if value is not None})
 
 
 def _sampling_params(args: Namespace) -> SamplingParams:
@@ -158,7 +175,7 @@ def _token_ids(text: str) -> list[int]:
         raise ArgumentTypeError(f"{text!r} is no list of token ids such as 1,2,3") from None
 
 
-def _load(args: Namespace, show: ShowProgress) -> "Engine":
+def _load(args: Namespace, speculation: SpeculativeConfig, show: ShowProgress) -> "Engine":
     from jaxspec.decoding.engine import Engine
 
     model = args.model
@@ -169,6 +186,7 @@ def _load(args: Namespace, show: ShowProgress) -> "Engine":
     show(f"loading {model}")
     engine = Engine.from_pretrained(
         model,
+        speculative_config=speculation,
         dtype=args.dtype,
         max_batch_size=args.max_batch_size,
         on_load=lambda done, total: show(f"loading {model}: {done / total:.0%}"),
@@ -225,6 +243,24 @@ def _gap(number: int) -> str:
     return "\n" if number else ""
 
 
+def _writable(name: str) -> Path:
+    """A file that can be written, checked before the work and not after it."""
+    path = Path(name)
+    try:
+        path.touch()
+    except OSError as error:
+        raise InputError(f"--trace {name}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def _write_trace(path: Path, results: "Sequence[Result]") -> None:
+    """One line a cycle and row."""
+    with path.open("w", encoding="utf-8") as file:
+        for row, result in enumerate(results):
+            for cycle in result.cycles:
+                file.write(json.dumps({"row": row, **cycle.as_json()}) + "\n")
+
+
 def _print_stats(results: "Sequence[Result]") -> None:
     batches = {result.batch: result.timing for result in results}.values()
     prefill, decode = sum(timing.prefill_s for timing in batches), sum(timing.decode_s for timing in batches)
@@ -238,6 +274,16 @@ def _print_stats(results: "Sequence[Result]") -> None:
     )
     for name, seconds, what in lines:
         print(f"{name:<8} {seconds:9.3f} s  {what}".rstrip(), file=sys.stderr)
+    drafting = [result.speculative for result in results if result.speculative is not None]
+    if drafting:
+        cycles = sum(one.cycles for one in drafting)
+        accepted, drafted = (sum(getattr(one, name) for one in drafting) for name in ("accepted", "drafted"))
+        length = 1 + accepted / max(cycles, 1)
+        print(
+            f"drafting {drafting[0].method}: acceptance length {length:.2f} over {cycles} cycles, "
+            f"{accepted} of {drafted} drafts accepted",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from tiny import CHAT_TEMPLATE, WholeSequence, byte_tokenizer, tiny_config, tiny_decoder
 
 from jaxspec import compilation_cache
-from jaxspec.decoding.engine import STREAM_STEPS, Engine
+from jaxspec.decoding.engine import STREAM_CYCLES, Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.programs import Programs, power_of_two
 from jaxspec.decoding.result import GenerationInterrupted
@@ -130,13 +130,13 @@ def test_penalties_equal_the_reference_token_by_token(engine):
 def test_stale_and_unwritten_slots_are_never_read(engine, monkeypatch):
     params = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=1.0, seed=1)]
     clean = answers(engine, PROMPTS[4:6], params)
-    empty_cache = Programs.empty_cache
+    empty = Programs.empty
 
-    def poisoned(*arguments) -> KVCache:
-        cache = empty_cache(*arguments)
-        return jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else jnp.full_like(leaf, jnp.nan), cache)
+    def poisoned(*arguments) -> tuple[KVCache, None]:
+        cache, _ = empty(*arguments)
+        return jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else jnp.full_like(leaf, jnp.nan), cache), None
 
-    monkeypatch.setattr(Programs, "empty_cache", poisoned)
+    monkeypatch.setattr(Programs, "empty", poisoned)
     assert answers(engine, PROMPTS[4:6], params) == clean
 
 
@@ -178,9 +178,8 @@ def test_rows_that_stop_early_do_not_disturb_the_others(engine):
 
 def test_a_row_that_has_ended_is_frozen(engine):
     programs = engine._programs
-    cache = programs.prefill(
-        programs.empty_cache(2, 256, jnp.float32), np.ones((2, 16), np.int32), np.array([4, 7], np.int32)
-    )
+    empty, none = programs.empty(np.array([5, 5], np.int32), 256)
+    cache, _ = programs.prefill(empty, none, np.ones((2, 17), np.int32), np.array([4, 7], np.int32))
     params = [SamplingParams()] * 2
     requests = Requests(SamplingRows.of(params, [0, 0]), jnp.array([9, 9], jnp.int32), pad_stop_ids([(), ()], 4))
     zeros = np.zeros(2, np.int32)
@@ -190,8 +189,9 @@ def test_a_row_that_has_ended_is_frozen(engine):
     state, dispatch = programs.decode(state, requests, 6)
     assert state.cache.length.tolist() == [4, 13]
     assert state.generated.tolist() == [0, 6]
-    assert state.anchor[0] == 5 and state.anchor[1] == dispatch.tokens[1, 5]
-    assert (dispatch.tokens[0] == NO_TOKEN).all() and (dispatch.tokens[1, 6:] == NO_TOKEN).all()
+    tokens = dispatch.records.tokens[:, :, 0]  # [C, B]
+    assert state.anchor[0] == 5 and state.anchor[1] == tokens[5, 1]
+    assert (tokens[:, 0] == NO_TOKEN).all() and (tokens[6:, 1] == NO_TOKEN).all()
 
 
 def test_an_answer_ends_at_the_models_longest_sequence():
@@ -284,7 +284,7 @@ def test_streamed_pieces_add_up_to_the_result(engine, params):
     assert [token for event in events for token in event.token_ids] == list(whole.token_ids)
     assert all(event.result is None for event in events[:-1])
     assert replace(events[-1].result, timing=whole.timing) == whole
-    assert len(events) > 50 / STREAM_STEPS / 4
+    assert len(events) > 50 / STREAM_CYCLES / 4
 
 
 def test_a_streamed_stop_string_never_shows(letters):

@@ -1,6 +1,5 @@
 """Drafters against themselves: however the context arrives, whatever was rejected before, the drafts are the same."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -8,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jitted import Jitted, padded_context
 
 from jaxspec.config import AttentionConfig, LayerConfig, RopeConfig
-from jaxspec.drafters.base import Context, Drafter, Proposal, attention_layers, greedy
+from jaxspec.drafters.base import Context, Proposal, attention_layers
 from jaxspec.drafters.build import build_drafter
 from jaxspec.drafters.config import BlockConfig, ConfidenceConfig, DrafterConfig, EagleConfig, MarkovConfig, Method
 from jaxspec.layers.cache import KVCache
@@ -76,83 +76,55 @@ CONFIGS: dict[str, DrafterConfig] = {
 }
 
 
-class Jitted:
-    """A drafter's methods, jitted, so that the tests' few shapes compile once."""
-
-    def __init__(self, drafter: Drafter):
-        self.config, self.vocabulary = drafter.config, drafter.vocabulary
-        graphdef, self._state = nnx.split(drafter)
-
-        def method(name: str, static: tuple[int, ...] = ()) -> Callable:
-            def run(state: nnx.State, *arguments: object) -> object:
-                return getattr(nnx.merge(graphdef, state), name)(*arguments)
-
-            return jax.jit(run, static_argnums=static)
-
-        self._prefill, self._draft, self._logits = method("prefill"), method("draft", (3, 4)), method("logits")
-
-    def prefill(self, context: Context, cache: KVCache) -> KVCache:
-        return self._prefill(self._state, context, cache)
-
-    def draft(self, context: Context, cache: KVCache, drafts: int) -> tuple[Proposal, KVCache]:
-        return self._draft(self._state, context, cache, drafts, greedy)
-
-    def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
-        return self._logits(self._state, features, tokens)
-
-
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
 def drafter(request: pytest.FixtureRequest) -> Jitted:
     """A random drafter whose norms and map are random too."""
-    made = build_drafter(CONFIGS[request.param], rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(made)
-    keys = iter(jax.random.split(jax.random.key(1), 1000))
+    made = CONFIGS[request.param]
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_drafter(made, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(1)
 
-    def scramble(leaf: jax.Array) -> jax.Array:
+    def fill(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         if leaf.dtype == jnp.int32:
-            return jnp.sort(jax.random.permutation(next(keys), V)[:VD]).astype(jnp.int32)
-        return leaf + 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+            return np.sort(rng.permutation(V)[:VD]).astype(np.int32)
+        noise = 0.3 * rng.standard_normal(leaf.shape, np.float32)
+        return noise if leaf.ndim > 1 else 1 + noise
 
-    return Jitted(nnx.merge(graphdef, jax.tree.map(scramble, state)))
+    return Jitted(nnx.merge(graphdef, jax.tree.map(fill, state)))
 
 
 @pytest.fixture(scope="module")
-def sequence() -> tuple[jax.Array, jax.Array]:
+def sequence() -> tuple[np.ndarray, np.ndarray]:
     """Features [1, LENGTH, F] and the tokens [1, LENGTH] that follow."""
-    features = jax.random.normal(jax.random.key(2), (1, LENGTH, len(TAPS) * D))
-    return features, jax.random.randint(jax.random.key(3), (1, LENGTH), 0, V - 1)
+    rng = np.random.default_rng(2)
+    features = rng.standard_normal((1, LENGTH, len(TAPS) * D), np.float32)
+    return features, rng.integers(0, V - 1, (1, LENGTH), np.int32)
 
 
 def empty(drafter: Jitted, batch: int = 1) -> KVCache:
     return KVCache.empty(attention_layers(drafter.config), batch, 48, jnp.float32)
 
 
-def context(features: jax.Array, tokens: jax.Array, start: int, stop: int) -> Context:
-    """Rows start..stop-1, and rubbish behind them that doesn't count, PADDED rows in all."""
-    rows = stop - start
-    rubbish = jnp.full((1, PADDED - rows, features.shape[-1]), 100.0)
-    return Context(
-        jnp.concatenate([features[:, start:stop], rubbish], axis=1),
-        jnp.concatenate([tokens[:, start:stop], jnp.zeros((1, PADDED - rows), jnp.int32)], axis=1),
-        jnp.full(1, rows, jnp.int32),
-    )
+def context(features: np.ndarray, tokens: np.ndarray, start: int, stop: int) -> Context:
+    """Rows start..stop-1, padded."""
+    return padded_context(features, tokens, start, stop, PADDED)
 
 
 def poison(cache: KVCache) -> KVCache:
     """NaN in every slot that isn't committed."""
+    length = np.asarray(cache.length)
 
-    def fill(entry: jax.Array) -> jax.Array:
-        stale = jnp.arange(entry.shape[2])[None] >= cache.length[:, None]
-        return jnp.where(stale[:, None, :, None], jnp.nan, entry)
+    def fill(entry: jax.Array) -> np.ndarray:
+        stale = np.arange(entry.shape[2])[None] >= length[:, None]
+        return np.where(stale[:, None, :, None], np.float32(np.nan), entry)
 
     return replace(cache, k=tuple(map(fill, cache.k)), v=tuple(map(fill, cache.v)))
 
 
 def check_same(got: Proposal, want: Proposal, row: int = 0) -> None:
-    np.testing.assert_array_equal(got.tokens[row], want.tokens[0])
+    np.testing.assert_array_equal(np.asarray(got.tokens)[row], np.asarray(want.tokens)[0])
     if want.confidence is not None:
         assert got.confidence is not None
-        np.testing.assert_allclose(got.confidence[row], want.confidence[0], rtol=1e-4)
+        np.testing.assert_allclose(np.asarray(got.confidence)[row], np.asarray(want.confidence)[0], rtol=1e-4)
 
 
 def drafts_of(drafter: Jitted) -> int:
@@ -176,7 +148,7 @@ def test_ragged_rows_draft_as_alone(drafter, sequence):
     features, tokens = sequence
     drafts, lengths = drafts_of(drafter), (5, LENGTH, 12)
     contexts = [context(features, tokens, 0, n) for n in lengths]
-    got, cache = drafter.draft(jax.tree.map(lambda *rows: jnp.concatenate(rows), *contexts), empty(drafter, 3), drafts)
+    got, cache = drafter.draft(jax.tree.map(lambda *rows: np.concatenate(rows), *contexts), empty(drafter, 3), drafts)
     assert cache.length.tolist() == list(lengths)
     for row, alone in enumerate(contexts):
         check_same(got, drafter.draft(alone, empty(drafter), drafts)[0], row)
@@ -187,13 +159,13 @@ def test_fewer_drafts_are_the_first_drafts(drafter, sequence):
     most, _ = drafter.draft(context(features, tokens, 0, LENGTH), empty(drafter), drafts_of(drafter))
     for drafts in (1, 3):
         fewer, _ = drafter.draft(context(features, tokens, 0, LENGTH), empty(drafter), drafts)
-        np.testing.assert_array_equal(fewer.tokens, most.tokens[:, :drafts])
+        np.testing.assert_array_equal(fewer.tokens, np.asarray(most.tokens)[:, :drafts])
 
 
 def test_drafts_are_verifier_ids(drafter, sequence):
     features, tokens = sequence
     proposal, _ = drafter.draft(context(features, tokens, 0, LENGTH), empty(drafter), drafts_of(drafter))
-    allowed = np.asarray(drafter.vocabulary.target_ids[...])
+    allowed = drafter.target_ids
     np.testing.assert_array_equal(allowed[proposal.ids], proposal.tokens)
 
 
@@ -209,10 +181,10 @@ def test_logits_are_those_that_drafts_come_from(drafter, sequence):
     proposal, _ = drafter.draft(context(features, tokens, 0, 9), empty(drafter), drafts_of(drafter))
     block = drafter.config.block
     if block is None:
-        slots = drafter.logits(features[:, :9], tokens[:, :9])[:, -1:]
+        slots = np.asarray(drafter.logits(features[:, :9], tokens[:, :9]))[:, -1:]
     else:
-        drafted = jnp.concatenate([tokens[:, 8:9], proposal.tokens], axis=1)[:, : block.size]
-        slots = drafter.logits(features[:, :9], drafted)
+        drafted = np.concatenate([tokens[:, 8:9], proposal.tokens], axis=1)[:, : block.size]
+        slots = np.asarray(drafter.logits(features[:, :9], drafted))
         slots = slots if block.sample_from_anchor else slots[:, 1:]
-    allowed = np.asarray(drafter.vocabulary.target_ids[...])
-    np.testing.assert_array_equal(allowed[np.asarray(slots).argmax(-1)], proposal.tokens[:, : slots.shape[1]])
+    allowed = drafter.target_ids
+    np.testing.assert_array_equal(allowed[slots.argmax(-1)], np.asarray(proposal.tokens)[:, : slots.shape[1]])

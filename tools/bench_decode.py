@@ -117,7 +117,7 @@ def forward_costs(model: Path, rounds: int) -> tuple[dict[str, float], dict[str,
         def one(_: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, tokens = carry
             hidden, _, cache = decoder(tokens, cache)
-            return cache, jnp.argmax(decoder.logits(hidden), axis=-1).astype(jnp.int32)
+            return cache, jax.lax.argmax(decoder.logits(hidden), 2, jnp.int32)
 
         return jax.lax.fori_loop(0, STEPS, one, (cache, tokens))
 
@@ -145,7 +145,7 @@ def forward_costs(model: Path, rounds: int) -> tuple[dict[str, float], dict[str,
 
 def main() -> int:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="model directory; default: the demo model")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads (JAX uses every core)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure")

@@ -33,6 +33,11 @@ def is_orbax(directory: Path) -> bool:
     return (directory / _MANIFEST).is_file()
 
 
+def kind_of(directory: Path) -> str | None:
+    """What the manifest says that the directory holds."""
+    return read_json(directory / _MANIFEST).get("kind")
+
+
 def write_orbax(
     directory: Path, kind: Kind, manifest: dict[str, Any], arrays: Mapping[ParameterPath, np.ndarray | jax.Array]
 ) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxspec.decoding.params import GREEDY_BELOW
 from jaxspec.decoding.randomness import Purpose, draw_keys, gumbel, uniform
-from jaxspec.decoding.sampling import SamplingRows, filter_logits
+from jaxspec.decoding.sampling import SamplingRows, filter_logits, sample
 
 
 class Rule(StrEnum):
@@ -72,6 +72,9 @@ def accept(
         rule: which rule; SYNTHETIC needs `synthetic_rates` float32 [K], the probability that a draft is accepted when those before it
             are.
     """
+    if drafts.tokens.shape[1] == 0:
+        none = jnp.zeros_like(position)
+        return Verdict(none, sample(logits[:, 0], rows, position, none))
     if rule is Rule.SYNTHETIC:
         assert synthetic_rates is not None
         chance = _uniform(rows, position, drafts.tokens.shape[1]) < synthetic_rates[None]

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.programs import MAX_PREFILL, MIN_PREFILL, MIN_STOP_IDS, Programs, RunTimer, power_of_two
-from jaxspec.decoding.result import FinishReason, Result, Timing, Usage
+from jaxspec.decoding.result import Cycle, FinishReason, Result, Speculative, Timing, Usage
 from jaxspec.decoding.sampling import SamplingRows, TokenCounts
-from jaxspec.decoding.state import NO_TOKEN, DecodeState, Finish, Requests, pad_stop_ids
+from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Record, Requests, pad_stop_ids
 from jaxspec.decoding.stopping import Answer
 from jaxspec.layers.cache import KVCache
 
@@ -49,32 +48,34 @@ class Batch:
         requests: Sequence[Request],
         rows: int,
         decode_text: Callable[[Sequence[int]], str],
-        cache_dtype: DTypeLike,
     ):
         """`rows` B >= len(requests) is the bucket the batch runs in."""
         self._programs = programs
         self._requests = tuple(requests)
         self._rows = rows
-        self._cache_dtype = cache_dtype
         self._answers = [Answer(decode_text, request.params.stop) for request in requests]
         self._finish = np.full(rows, Finish.STOP, np.int32)
         self._finish[: len(requests)] = Finish.RUNNING
+        self._records: list[Record] = []
         self._compiled_before = programs.compile_s
         self._prefill_time = RunTimer(programs)
         self._decode_time = RunTimer(programs)
 
-    def run(self, steps: int) -> Iterator[list[list[int]]]:
-        """Decode to the end, `steps` tokens a dispatch; yields each dispatch's new tokens, one list a request."""
+    def run(self, cycles: int) -> Iterator[list[list[int]]]:
+        """Decode to the end, `cycles` cycles a dispatch; yields each dispatch's new tokens, one list a request."""
         state, fixed = self._start()
         while (self._finish == Finish.RUNNING).any():
             with self._decode_time:
-                state, dispatch = self._programs.decode(state, fixed, steps)
-                tokens, finish = np.asarray(dispatch.tokens), np.array(dispatch.finish)
+                state, dispatch = self._programs.decode(state, fixed, cycles)
+                records = jax.tree.map(np.asarray, dispatch.records)
+                finish = np.array(dispatch.finish)
+            self._records.append(records)
             new = []
             for row, answer in enumerate(self._answers):
                 before = len(answer.token_ids)
                 if not answer.stopped:
-                    answer.extend([int(token) for token in tokens[row] if token != NO_TOKEN])
+                    tokens = records.tokens[:, row]
+                    answer.extend(tokens[tokens != NO_TOKEN].tolist())
                 if answer.stopped:
                     finish[row] = Finish.STOP
                 new.append(answer.token_ids[before:])
@@ -99,6 +100,7 @@ class Batch:
         for row, (request, answer) in enumerate(zip(self._requests, self._answers, strict=True)):
             tokens = len(answer.token_ids)
             rate = tokens / decode_s if decode_s else 0.0
+            cycles = tuple(self._cycles(row))
             results.append(
                 Result(
                     prompt_ids=request.prompt,
@@ -107,10 +109,25 @@ class Batch:
                     finish_reason=_REASONS[int(self._finish[row])],
                     usage=Usage(prompt_tokens=len(request.prompt), completion_tokens=tokens),
                     timing=Timing(load_s, compile_s, prefill_s, decode_s, rate),
+                    speculative=self._speculative(cycles),
+                    cycles=cycles,
                     batch=number,
                 )
             )
         return results
+
+    def _cycles(self, row: int) -> Iterator[Cycle]:
+        """What happened in each cycle of one request, in order; nothing without a drafter."""
+        number = 0
+        for records in self._records if self._programs.drafter_config is not None else ():
+            for at in np.flatnonzero((records.tokens[:, row] != NO_TOKEN).any(axis=1)):
+                one = jax.tree.map(lambda leaf, at=at: leaf[at, row], records)
+                yield Cycle.of(number, one)
+                number += 1
+
+    def _speculative(self, cycles: Sequence[Cycle]) -> Speculative | None:
+        config = self._programs.drafter_config
+        return None if config is None else Speculative.of(config.method, self._programs.plan.drafts, cycles)
 
     def _start(self) -> tuple[DecodeState, Requests]:
         """Prefill everything but each prompt's last token, and make the state in front of the first one."""
@@ -122,7 +139,7 @@ class Batch:
         stop_ids = [request.stop_ids for request in self._requests] + [()] * missing
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         with self._prefill_time:
-            cache = self._prefill(prompts, self._programs.capacity(longest))
+            cache, draft = self._prefill(prompts, self._programs.capacity(longest))
             vocab_size = self._programs.config.vocab_size
             penalized = any(request.params.penalized for request in self._requests)
             fixed = Requests(
@@ -136,17 +153,20 @@ class Batch:
                 generated=jnp.array([0] * self._rows, jnp.int32),
                 finish=jnp.array(self._finish),
                 counts=TokenCounts.of_prompts(prompts, vocab_size) if penalized else None,
+                draft=draft,
             )
             jax.block_until_ready(state)
         return state, fixed
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> KVCache:
-        cache = self._programs.empty_cache(self._rows, capacity, self._cache_dtype)
+    def _prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[KVCache, DraftState | None]:
+        anchor = np.array([prompt[-1] for prompt in prompts], np.int32)
+        cache, draft = self._programs.empty(anchor, capacity)
         counts = np.array([len(prompt) - 1 for prompt in prompts])
         for start in range(0, int(counts.max()), MAX_PREFILL):
             here = np.clip(counts - start, 0, MAX_PREFILL).astype(np.int32)
-            tokens = np.zeros((self._rows, power_of_two(int(here.max()), MIN_PREFILL)), np.int32)
+            tokens = np.zeros((self._rows, power_of_two(int(here.max()), MIN_PREFILL) + 1), np.int32)
             for row, prompt in enumerate(prompts):
-                tokens[row, : here[row]] = prompt[start : start + here[row]]
-            cache = self._programs.prefill(cache, tokens, here)
-        return cache
+                part = prompt[start : start + here[row] + 1]  # and the token that follows
+                tokens[row, : len(part)] = part
+            cache, draft = self._programs.prefill(cache, draft, tokens, here)
+        return cache, draft

@@ -3,18 +3,25 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jax.typing import DTypeLike
 
 from jaxspec import compilation_cache
+from jaxspec.checkpoint.drafters.load import load_drafter
+from jaxspec.checkpoint.load import load_verifier
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.batch import Batch, Request
+from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.loop import MAX_CYCLES
 from jaxspec.decoding.params import SamplingParams
-from jaxspec.decoding.plain import MAX_STEPS
+from jaxspec.decoding.planning import make_plan
 from jaxspec.decoding.programs import Programs, power_of_two
 from jaxspec.decoding.result import GenerationInterrupted, Result, StreamEvent
+from jaxspec.decoding.speculative import SpeculativeConfig
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import InputError
 from jaxspec.prompts import PROMPT_KEYS
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +29,7 @@ from jaxspec.verifiers.decoder import Decoder
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-STREAM_STEPS = 4  # tokens a dispatch while streaming
+STREAM_CYCLES = 4  # cycles a dispatch while streaming
 
 
 class Engine:
@@ -32,6 +39,8 @@ class Engine:
         self,
         config: VerifierConfig,
         decoder: Decoder,
+        drafter: Drafter | None = None,
+        plan: Plan | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
@@ -44,6 +53,8 @@ class Engine:
         Args:
             config: what the decoder is.
             decoder: with its weights.
+            drafter: with its weights; None decodes plainly.
+            plan: what a draft-then-verify cycle does; needed with a drafter.
             tokenizer: None allows prompts of token ids only, and results have no text.
             eos_ids: ids that end every answer unless `ignore_eos`.
             max_batch_size: most rows that run together; longer lists run batch after batch.
@@ -60,8 +71,7 @@ class Engine:
         self._eos_ids = tuple(eos_ids)
         self._max_batch_size = max_batch_size
         self._load_s = load_s
-        self._cache_dtype = decoder.embed.weight.dtype
-        self._programs = Programs(config, decoder, on_compile)
+        self._programs = Programs(config, decoder, drafter, plan, on_compile)
 
     @classmethod
     def from_pretrained(
@@ -69,7 +79,7 @@ class Engine:
         model: str | Path,
         drafter: str | Path | None = None,
         *,
-        speculative_config: str | Mapping[str, Any] | None = None,
+        speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None = None,
         dtype: DTypeLike | None = None,
         mesh: str | None = None,
         max_batch_size: int = 8,
@@ -82,7 +92,9 @@ class Engine:
 
         Args:
             model: where the verifier is.
-            drafter, speculative_config, mesh: not supported yet; anything but None is refused.
+            drafter: where the drafter is; None or "none" decodes plainly, unless the speculative config names one.
+            speculative_config: vLLM's keys, as a mapping, a JSON text, a JSON file's path, or parsed (`SpeculativeConfig`).
+            mesh: not supported yet; anything but None is refused.
             dtype: float32 or bfloat16 for weights and cache; None takes float32 on CPUs, else the checkpoint's own.
             max_batch_size, on_compile: as for the constructor.
             on_load: called with bytes done and bytes in all while the weights load.
@@ -90,17 +102,31 @@ class Engine:
         Raises:
             InputError: a model that cannot be loaded, or an argument that is not supported.
         """
-        for name, value in (("drafter", drafter), ("speculative_config", speculative_config), ("mesh", mesh)):
-            if value is not None:
-                raise InputError(f"{name} is {value!r}; it is not supported yet and must be None")
-        from jaxspec.checkpoint.load import load_verifier
+        if mesh is not None:
+            raise InputError(f"mesh is {mesh!r}; it is not supported yet and must be None")
+        asked = _speculative_config(speculative_config)
+        if drafter is None:
+            drafter = asked.model
+        drafter = None if drafter == "none" else drafter
+        if drafter is None and asked != SpeculativeConfig():
+            raise InputError(
+                "speculation is asked for, but there is no drafter: give --drafter, or model in the config"
+            )
 
         compilation_cache.enable()
         start = time.perf_counter()
         loaded = load_verifier(model, dtype=dtype, progress=on_load)
+        config, module, plan = loaded.config, None, None
+        if asked.max_model_len is not None:
+            config = replace(config, max_positions=min(config.max_positions, asked.max_model_len))
+        if drafter is not None:
+            opened = load_drafter(drafter, verifier=loaded, dtype=dtype)
+            module, plan = opened.module, make_plan(asked, opened.config)
         return cls(
-            loaded.config,
+            config,
             loaded.module,
+            module,
+            plan,
             tokenizer=load_tokenizer(loaded.tokenizer_source),
             eos_ids=loaded.eos_ids,
             max_batch_size=max_batch_size,
@@ -138,7 +164,7 @@ class Engine:
             members = requests[start : start + self._max_batch_size]
             batch = self._batch(members)
             try:
-                for _ in batch.run(MAX_STEPS):
+                for _ in batch.run(MAX_CYCLES):
                     pass
             except KeyboardInterrupt:
                 self._collect(results, members, batch, number)
@@ -159,7 +185,7 @@ class Engine:
     def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
         batch = self._batch(requests)
         held: list[int] = []
-        for (tokens,) in batch.run(STREAM_STEPS):
+        for (tokens,) in batch.run(STREAM_CYCLES):
             held += tokens
             text = batch.new_text(0)
             if not batch.running(0):
@@ -170,7 +196,7 @@ class Engine:
 
     def _batch(self, requests: list[Request]) -> Batch:
         rows = min(power_of_two(len(requests)), self._max_batch_size)
-        return Batch(self._programs, requests, rows, self._text, self._cache_dtype)
+        return Batch(self._programs, requests, rows, self._text)
 
     def _collect(self, results: list[Result | None], requests: list[Request], batch: Batch, number: int) -> None:
         for request, result in zip(requests, batch.results(self._load_s, number), strict=True):
@@ -242,3 +268,9 @@ class Engine:
         if self.tokenizer is None:
             raise InputError(f"{where} is text, and the model has no tokenizer; give token ids")
         return self.tokenizer
+
+
+def _speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:
+    if given is None:
+        return SpeculativeConfig()
+    return given if isinstance(given, SpeculativeConfig) else SpeculativeConfig.parse(given)

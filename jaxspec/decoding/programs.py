@@ -10,11 +10,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxspec.config import VerifierConfig
-from jaxspec.decoding.plain import MAX_STEPS, decode, prefill
-from jaxspec.decoding.state import DecodeState, Dispatch, Requests
+from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.loop import MAX_CYCLES, decode, empty_context, prefill
+from jaxspec.decoding.state import DecodeState, Dispatch, DraftState, Requests
+from jaxspec.drafters.base import Drafter, attention_layers
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
 
@@ -39,15 +40,30 @@ class Programs:
     """
 
     def __init__(
-        self, config: VerifierConfig, decoder: Decoder, on_compile: Callable[[str | None], None] | None = None
+        self,
+        config: VerifierConfig,
+        decoder: Decoder,
+        drafter: Drafter | None = None,
+        plan: Plan | None = None,
+        on_compile: Callable[[str | None], None] | None = None,
     ):
-        """`on_compile` is called with a program's description before it compiles, and with None behind it."""
+        """A verifier's programs, with a drafter's inside.
+
+        Args:
+            config: what the decoder is.
+            decoder: with its weights.
+            drafter: with its weights, or None.
+            plan: what a cycle does; None decodes plainly.
+            on_compile: called with a program's description before it compiles, and with None behind it.
+        """
         self.config = config
+        self.plan = plan or Plan()
+        self.drafter_config = None if drafter is None else drafter.config
         self.compile_s = 0.0
-        graphdef, state = nnx.split(decoder)
         # A flat list costs a tenth of a millisecond a dispatch; a module as an argument costs many (298 arrays: flat 0.4 ms, module 9 ms).
-        self._graphdef = graphdef
+        self._graphdef, state = nnx.split((decoder, drafter))
         self._leaves, self._treedef = jax.tree.flatten(state)
+        self._dtype = decoder.embed.weight.dtype
         self._on_compile = on_compile
         self._compiled: dict[tuple[str | int | bool, ...], jax.stages.Compiled] = {}
 
@@ -56,48 +72,69 @@ class Programs:
         return tuple(self._compiled)
 
     def capacity(self, tokens: int) -> int:
-        """S for rows of at most `tokens` tokens: a power of two, but no further than the model's longest sequence."""
-        longest = -(-self.config.max_positions // CAPACITY_STEP) * CAPACITY_STEP
-        return min(power_of_two(tokens, MIN_CAPACITY), longest)
+        """S for rows of at most `tokens` tokens: a power of two, but no further than the model's longest sequence and the scratch slots
+        of a block behind it."""
+        block = self.drafter_config.block.size if self.drafter_config and self.drafter_config.block else 0
+        scratch = max(self.plan.drafts, block)
+        longest = -(-(self.config.max_positions + scratch) // CAPACITY_STEP) * CAPACITY_STEP
+        return min(power_of_two(tokens + scratch, MIN_CAPACITY), longest)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
-        """A cache of B rows and S slots with nothing in it."""
+    def empty(self, anchor: np.ndarray, capacity: int) -> tuple[KVCache, DraftState | None]:
+        """Caches of B rows and S slots with nothing in them; anchor int32 [B]."""
         layers = [layer.attention for layer in self.config.layers]
-        program = self._program(
-            ("empty cache", batch, capacity), lambda: jax.jit(lambda: KVCache.empty(layers, batch, capacity, dtype)), ()
-        )
-        return program()
-
-    def prefill(self, cache: KVCache, tokens: np.ndarray, count: np.ndarray) -> KVCache:
-        """`plain.prefill` on tokens int32 [B, T] of bucket size; the cache is donated."""
+        batch, drafter, drafts = anchor.shape[0], self.drafter_config, self.plan.drafts
 
         def build() -> jax.stages.Wrapped:
-            def run(leaves: list[jax.Array], cache: KVCache, tokens: jax.Array, count: jax.Array) -> KVCache:
-                return prefill(self._decoder(leaves), cache, tokens, count)
+            def run(anchor: jax.Array) -> tuple[KVCache, DraftState | None]:
+                cache = KVCache.empty(layers, batch, capacity, self._dtype)
+                if drafter is None:
+                    return cache, None
+                draft_cache = KVCache.empty(attention_layers(drafter), batch, capacity, self._dtype)
+                context = empty_context(anchor, drafts, drafter.feature_width, self._dtype)
+                return cache, DraftState(draft_cache, context)
 
-            return jax.jit(run, donate_argnums=1)
+            return jax.jit(run)
 
-        arguments = (self._leaves, cache, tokens, count)
-        return self._program(("prefill", *tokens.shape, cache.capacity), build, arguments)(*arguments)
+        return self._program(("empty", batch, capacity), build, (anchor,))(anchor)
 
-    def decode(self, state: DecodeState, requests: Requests, steps: int) -> tuple[DecodeState, Dispatch]:
-        """`plain.decode` of at most `steps` <= MAX_STEPS tokens; the state is donated."""
-        assert 1 <= steps <= MAX_STEPS
+    def prefill(
+        self, cache: KVCache, draft: DraftState | None, tokens: np.ndarray, count: np.ndarray
+    ) -> tuple[KVCache, DraftState | None]:
+        """`loop.prefill` on tokens int32 [B, T + 1], T of bucket size; cache and draft are donated."""
 
         def build() -> jax.stages.Wrapped:
             def run(
-                leaves: list[jax.Array], state: DecodeState, requests: Requests, steps: jax.Array
+                leaves: list[jax.Array],
+                cache: KVCache,
+                draft: DraftState | None,
+                tokens: jax.Array,
+                count: jax.Array,
+            ) -> tuple[KVCache, DraftState | None]:
+                return prefill(*self._models(leaves), cache, draft, tokens, count)
+
+            return jax.jit(run, donate_argnums=(1, 2))
+
+        arguments = (self._leaves, cache, draft, tokens, count)
+        return self._program(("prefill", *tokens.shape, cache.capacity), build, arguments)(*arguments)
+
+    def decode(self, state: DecodeState, requests: Requests, cycles: int) -> tuple[DecodeState, Dispatch]:
+        """`loop.decode` of at most `cycles` <= MAX_CYCLES cycles; the state is donated."""
+        assert 1 <= cycles <= MAX_CYCLES
+
+        def build() -> jax.stages.Wrapped:
+            def run(
+                leaves: list[jax.Array], state: DecodeState, requests: Requests, cycles: jax.Array
             ) -> tuple[DecodeState, Dispatch]:
-                return decode(self._decoder(leaves), state, requests, steps)
+                return decode(*self._models(leaves), state, requests, cycles, self.plan)
 
             return jax.jit(run, donate_argnums=1)
 
         batch, stop_ids = requests.stop_ids.shape
         key = ("decode", batch, state.cache.capacity, stop_ids, state.counts is not None)
-        arguments = (self._leaves, state, requests, np.int32(steps))
+        arguments = (self._leaves, state, requests, np.int32(cycles))
         return self._program(key, build, arguments)(*arguments)
 
-    def _decoder(self, leaves: list[jax.Array]) -> Decoder:
+    def _models(self, leaves: list[jax.Array]) -> tuple[Decoder, Drafter | None]:
         return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
 
     def _program(

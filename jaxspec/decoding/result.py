@@ -1,7 +1,10 @@
 """What a generation gives back."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from jaxspec.decoding.state import NO_TOKEN, Record
 
 FinishReason = Literal["stop", "length"]
 
@@ -33,6 +36,101 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Cycle:
+    """One draft-then-verify round of one row; a line of `--trace`.
+
+    Fields:
+        cycle: its number in the row, from 0.
+        position: of the anchor in the whole sequence.
+        anchor: the last token committed before it.
+        draft: K verifier ids.
+        confidence: K probabilities, None without a confidence head.
+        verified: W, drafts that the verifier saw.
+        accepted: drafts committed.
+        tokens: what was committed, in all.
+    """
+
+    cycle: int
+    position: int
+    anchor: int
+    draft: tuple[int, ...]
+    confidence: tuple[float, ...] | None
+    verified: int
+    accepted: int
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, number: int, record: Record) -> "Cycle":
+        """From one row's record of one cycle, on the host."""
+        return cls(
+            cycle=number,
+            position=int(record.position),
+            anchor=int(record.anchor),
+            draft=tuple(record.draft.tolist()),
+            confidence=None if record.confidence is None else tuple(record.confidence.tolist()),
+            verified=int(record.verified),
+            accepted=int(record.accepted),
+            tokens=tuple(token for token in record.tokens.tolist() if token != NO_TOKEN),
+        )
+
+    @property
+    def bonus(self) -> int | None:
+        """The verifier's own token behind the accepted drafts; None where a stop token or the row's limit came first."""
+        return self.tokens[self.accepted] if len(self.tokens) > self.accepted else None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a `--trace` line, but for the row."""
+        return {
+            "cycle": self.cycle,
+            "position": self.position,
+            "anchor": self.anchor,
+            "draft": list(self.draft),
+            "confidence": None if self.confidence is None else list(self.confidence),
+            "verified": self.verified,
+            "accepted": self.accepted,
+            "bonus": self.bonus,
+        }
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """How drafting went in one answer.
+
+    Fields:
+        method: the drafter's.
+        cycles: draft-then-verify rounds.
+        drafted: drafts that the verifier saw.
+        accepted: drafts committed.
+        acceptance_length: mean of accepted + 1 over the cycles.
+        acceptance_per_position: for each of the K slots, cycles that accepted it over all cycles.
+    """
+
+    method: str
+    cycles: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    acceptance_per_position: tuple[float, ...]
+
+    @classmethod
+    def of(cls, method: str, drafts: int, cycles: Iterable[Cycle]) -> "Speculative":
+        """Summed up over a row's cycles of `drafts` = K drafts each."""
+        cycles = list(cycles)
+        accepted = sum(cycle.accepted for cycle in cycles)
+        number = max(len(cycles), 1)
+        return cls(
+            method=method,
+            cycles=len(cycles),
+            drafted=sum(cycle.verified for cycle in cycles),
+            accepted=accepted,
+            acceptance_length=1 + accepted / number,
+            acceptance_per_position=tuple(
+                sum(cycle.accepted > slot for cycle in cycles) / number for slot in range(drafts)
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class Result:
     """One answer.
 
@@ -43,6 +141,7 @@ class Result:
         finish_reason: "stop" (stop token or string), "length", or None for an answer that was interrupted.
         usage, timing: see there.
         speculative: None without a drafter.
+        cycles: what happened in each draft-then-verify round; none without a drafter.
         batch: which batch of the call the row was in; rows of a batch share their run times.
     """
 
@@ -52,7 +151,8 @@ class Result:
     finish_reason: FinishReason | None
     usage: Usage
     timing: Timing
-    speculative: None = None
+    speculative: Speculative | None = None
+    cycles: tuple[Cycle, ...] = ()
     batch: int = 0
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What plain decoding carries from step to step, and what it hands to the host."""
+"""What decoding carries from cycle to cycle, and what it hands to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding.sampling import SamplingRows, TokenCounts
+from jaxspec.drafters.base import Context
 from jaxspec.layers.cache import KVCache
 
 NO_TOKEN = -1  # fills token and stop-id arrays where there is none
@@ -40,8 +41,22 @@ class Requests:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DraftState:
+    """A drafter's side of the state.
+
+    Fields:
+        cache: what the drafter has committed.
+        context: what the verifier committed since, [B, K + 1] rows of it.
+    """
+
+    cache: KVCache
+    context: Context
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DecodeState:
-    """The state of B rows between two tokens; donated to every dispatch.
+    """The state of B rows between two cycles; donated to every dispatch.
 
     Fields:
         cache: keys and values of every committed token but the anchor; `cache.length` is the anchor's absolute position.
@@ -49,26 +64,52 @@ class DecodeState:
         generated: int32 [B], tokens committed after the prompt.
         finish: int32 [B], a `Finish` code. A row that has one no longer changes.
         counts: what the penalties look at, or None where no row has a penalty (another compiled program).
+        draft: the drafter's side, None without one.
     """
 
     cache: KVCache
-    anchor: jax.Array
-    generated: jax.Array
-    finish: jax.Array
+    anchor: jax.Array | np.ndarray
+    generated: jax.Array | np.ndarray
+    finish: jax.Array | np.ndarray
     counts: TokenCounts | None
+    draft: DraftState | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Record:
+    """What happened in a cycle; in a `Dispatch` with a cycle axis in front.
+
+    Fields:
+        position: int32 [B], absolute position of the anchor.
+        anchor: int32 [B].
+        draft: int32 [B, K].
+        confidence: float32 [B, K], None without a confidence head.
+        verified: int32 [B], drafts that the verifier saw.
+        accepted: int32 [B], drafts committed.
+        tokens: int32 [B, K + 1], what was committed, NO_TOKEN behind it; all NO_TOKEN for a row that had ended.
+    """
+
+    position: jax.Array
+    anchor: jax.Array
+    draft: jax.Array
+    confidence: jax.Array | None
+    verified: jax.Array
+    accepted: jax.Array
+    tokens: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dispatch:
-    """What the host reads after a dispatch of at most N steps.
+    """What the host reads after a dispatch of at most C cycles.
 
     Fields:
-        tokens: int32 [B, N], the tokens of this dispatch in order, -1 behind each row's last.
+        records: one a cycle, [C, ...]; cycles that did not run hold NO_TOKEN throughout.
         finish: int32 [B], as in the state.
     """
 
-    tokens: jax.Array
+    records: Record
     finish: jax.Array
 
 

@@ -63,6 +63,7 @@ class Drafter(Protocol):
     """What `decoding` needs of a drafter."""
 
     config: DrafterConfig
+    vocabulary: "DraftVocabulary"
 
     def prefill(self, context: Context, cache: KVCache) -> KVCache:
         """Commit the context; draft nothing. Contexts of one row follow one another without a gap."""

@@ -1,6 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): a small decoder over verifier features and the tokens that follow them, one pass a draft."""
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,8 @@ class Eagle3(nnx.Module):
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """features [B, T, feature_width] of T positions and the token int32 [B, T] that follows each -> float32 [B, T, Vd]: the
         first draft after each of them."""
-        cache = KVCache.empty(attention_layers(self.config), *tokens.shape, features.dtype)
+        batch, length = tokens.shape
+        cache = KVCache.empty(attention_layers(self.config), batch, length, features.dtype)
         return self.logits_of(self.run(tokens, self.fuse(features), cache)[0])
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -85,9 +87,10 @@ class Eagle3(nnx.Module):
         T more slots written and its length unmoved."""
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         k, v = list(cache.k), list(cache.v)
-        x, k[0], v[0] = self.layers[0](self.vocabulary.embed(tokens), fused, positions, k[0], v[0])
-        for i, layer in enumerate(self.layers[1:], start=1):
-            x, k[i], v[i] = layer(x, positions, k[i], v[i])
+        first = cast(FirstLayer, self.layers[0])
+        x, k[0], v[0] = first(self.vocabulary.embed(tokens), fused, positions, k[0], v[0])
+        for i in range(1, len(k)):
+            x, k[i], v[i] = cast(DecoderLayer, self.layers[i])(x, positions, k[i], v[i])
         return x, replace(cache, k=tuple(k), v=tuple(v))
 
     def logits_of(self, stream: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.config import LayerConfig
+from jaxspec.config import Activation, LayerConfig
 from jaxspec.layers.attention import Attention
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.mlp import GatedMlp, activation
@@ -84,9 +84,11 @@ class DecoderLayer(nnx.Module):
         """The normed MLP, experts, or both side by side: [B, T, D] -> [B, T, D], before the residual addition."""
         y = self.mlp_norm(x)
         if self.moe is None:
+            assert self.mlp is not None
             return self.mlp(y)
         if self.mlp is None:
             return self.moe(y, y)
+        assert self.moe_norm is not None and self.post_moe_norm is not None and self.post_dense_norm is not None
         return self.post_dense_norm(self.mlp(y)) + self.post_moe_norm(self.moe(self.moe_norm(x), x))
 
 
@@ -104,7 +106,7 @@ class PerLayerInput(nnx.Module):
         dtype: DTypeLike,
     ):
         p = config.per_layer_width
-        self.act = config.activation
+        self.act: Activation = config.activation
         self.gate = Linear((width,), (p,), ("embed",), ("per_layer",), rngs=rngs, dtype=dtype)
         self.projection = Linear((p,), (width,), ("per_layer",), ("embed",), rngs=rngs, dtype=dtype)
         self.norm = RMSNorm(width, norm_eps, offset=norm_offset, dtype=dtype)

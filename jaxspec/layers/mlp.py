@@ -25,7 +25,7 @@ class GatedMlp(nnx.Module):
     def __init__(
         self, width: int, inner: int, act: Activation, *, bias: bool = False, rngs: nnx.Rngs, dtype: DTypeLike
     ):
-        self.act = act
+        self.act: Activation = act
         self.gate = Linear((width,), (inner,), ("embed",), ("mlp",), bias=bias, rngs=rngs, dtype=dtype)
         self.up = Linear((width,), (inner,), ("embed",), ("mlp",), bias=bias, rngs=rngs, dtype=dtype)
         self.down = Linear((inner,), (width,), ("mlp",), ("embed",), bias=bias, rngs=rngs, dtype=dtype)

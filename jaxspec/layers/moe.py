@@ -37,7 +37,7 @@ class MixtureOfExperts(nnx.Module):
         self, config: MoeConfig, width: int, act: Activation, norm_eps: float, *, rngs: nnx.Rngs, dtype: DTypeLike
     ):
         self.config = config
-        self.act = act
+        self.act: Activation = act
         self.norm_eps = norm_eps
         e, f = config.experts, config.width
         self.router = Linear((width,), (e,), ("embed",), ("router",), rngs=rngs, dtype=dtype)

@@ -5,8 +5,11 @@ from jaxspec.drafters.config import DrafterConfig
 from jaxspec.errors import InputError
 
 
-def check_verifier(config: DrafterConfig, verifier: VerifierConfig, where: str) -> None:
-    """Raises InputError where the drafter was made for a verifier of other sizes. `where` names the drafter."""
+def check_verifier(config: DrafterConfig, num_layers: int | None, verifier: VerifierConfig, where: str) -> None:
+    """Raises InputError where the drafter was made for a verifier of other sizes.
+
+    `num_layers`: the layers L of the verifier that it was made for, where it says so. `where` names the drafter.
+    """
     if config.width != verifier.width:
         raise InputError(
             f"{where}: this drafter is for a verifier of width {config.width}; this verifier's is {verifier.width}"
@@ -14,6 +17,10 @@ def check_verifier(config: DrafterConfig, verifier: VerifierConfig, where: str) 
     if config.vocab_size != verifier.vocab_size:
         raise InputError(
             f"{where}: this drafter is for a verifier of {config.vocab_size} tokens; this verifier has {verifier.vocab_size}"
+        )
+    if num_layers not in (None, verifier.num_layers):
+        raise InputError(
+            f"{where}: this drafter is for a verifier of {num_layers} layers; this verifier has {verifier.num_layers}"
         )
     if config.taps[-1] > verifier.num_layers:
         raise InputError(

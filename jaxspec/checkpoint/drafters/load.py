@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxspec.checkpoint.config_json import from_json
 from jaxspec.checkpoint.drafters.checks import check_verifier
 from jaxspec.checkpoint.drafters.formats import detect_format
 from jaxspec.checkpoint.drafters.parsed import VerifierFacts
@@ -29,6 +32,7 @@ from jaxspec.checkpoint.fill import (
 )
 from jaxspec.checkpoint.load import LoadedVerifier, resolve
 from jaxspec.checkpoint.match import tie
+from jaxspec.checkpoint.orbax import OrbaxSource, is_orbax, name_of, read_manifest, tie_own_names
 from jaxspec.checkpoint.safetensors import SafetensorsSource, read_json
 from jaxspec.checkpoint.source import Source
 from jaxspec.drafters.build import build_drafter
@@ -42,6 +46,8 @@ from jaxspec.verifiers.decoder import Decoder
 from jaxspec.verifiers.hf import Fields
 from jaxspec.verifiers.names import Path as ParameterPath
 from jaxspec.verifiers.names import expand
+
+ORBAX = "orbax"
 
 DrafterModule = Eagle3 | PEagle | DFlash | DSpark
 
@@ -105,7 +111,7 @@ def load_drafter(
     opened = open_drafter(path_or_id, None if verifier is None else verifier.config.num_layers)
     config = opened.config
     if verifier is not None:
-        check_verifier(config, verifier.config, str(opened.path))
+        check_verifier(config, opened.verifier.num_layers, verifier.config, str(opened.path))
     borrowed = tuple(name for name, own in (("embed", config.own_embed), ("head", config.own_head)) if not own)
     if borrowed and verifier is None:
         raise InputError(
@@ -149,6 +155,8 @@ def open_drafter(path_or_id: str | Path, verifier_layers: int | None = None) -> 
     path = resolve(path_or_id)
     if path.is_file():
         raise InputError(f"{path}: a drafter is a directory or a hub id, not a .gguf file")
+    if is_orbax(path):
+        return _open_orbax(path)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path}: has no config.json")
@@ -165,18 +173,33 @@ def open_drafter(path_or_id: str | Path, verifier_layers: int | None = None) -> 
     return OpenedDrafter(config, found.name, path, data, parsed.verifier, source, tied.links, target_ids)
 
 
+def _open_orbax(path: Path) -> OpenedDrafter:
+    manifest = read_manifest(path, "drafter")
+    config = from_json(DrafterConfig, manifest.get("config"), f"{path} config")
+    verifier = from_json(VerifierFacts, manifest.get("verifier"), f"{path} verifier")
+    source = OrbaxSource(path)
+    map_name = name_of(TARGET_IDS_PATH)
+    tied = tie_own_names(own_shapes(config), source, {map_name} if config.reduced_vocab else set())
+    if config.reduced_vocab and map_name not in source.tensors:
+        raise InputError(f"{path}: the draft vocabulary is reduced, but {map_name} is missing")
+    target_ids = source.read(map_name) if config.reduced_vocab else None
+    return OpenedDrafter(config, ORBAX, path, manifest, verifier, source, tied.links, target_ids)
+
+
 def abstract_drafter(config: DrafterConfig, dtype: DTypeLike) -> DrafterModule:
     """The module with shapes in place of arrays."""
     return nnx.eval_shape(lambda: build_drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
+@lru_cache(maxsize=8)
 def own_shapes(config: DrafterConfig) -> Mapping[ParameterPath, tuple[int, ...]]:
     """Shape of every parameter that a checkpoint of the drafter holds, by path."""
     state = nnx.state(abstract_drafter(config, jnp.float32))
     lent = {TARGET_IDS_PATH}
     lent |= set() if config.own_embed else {EMBED_PATH}
     lent |= set() if config.own_head else {HEAD_PATH}
-    return {path: tuple(leaf.shape) for path, leaf in flat_parameters(state).items() if path not in lent}
+    shapes = {path: tuple(leaf.shape) for path, leaf in flat_parameters(state).items() if path not in lent}
+    return MappingProxyType(shapes)
 
 
 def verifier_embed(module: Decoder) -> jax.Array:

@@ -90,29 +90,16 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
 
 
 def write(config: DrafterConfig, verifier: VerifierFacts) -> dict[str, Any]:
-    """The config.json of dflash 0.1; of SpecForge where the drafter is a DSpark."""
+    """The config.json of dflash 0.1. SpecForge's DSpark is read only: DeepSpec's and speculators' formats hold the same."""
     block = config.block
     if block is None or config.mask_token is None:
-        raise InputError(f"{NAME} holds DFlash and DSpark drafters, not {config.method}")
+        raise InputError(f"{NAME} holds DFlash drafters, not {config.method}")
     if verifier.num_layers is None:
         raise InputError(f"{NAME} names the verifier's number of layers, which the source does not: give --verifier")
     own: dict[str, Any] = {
         "mask_token_id": config.mask_token,
         "target_layer_ids": [aux - 1 for aux in config.taps],
     }
-    spark = config.method == "dspark"
-    if spark:
-        own |= {
-            "projector_type": "dspark",
-            "markov_rank": 0 if block.markov is None else block.markov.rank,
-            "enable_confidence_head": block.confidence is not None,
-        }
-        if block.markov is not None:
-            own["markov_head_type"] = block.markov.kind
-        if block.confidence is not None:
-            own["confidence_head_with_markov"] = block.confidence.with_markov
-    if block.sample_from_anchor != spark:
-        own["sample_from_anchor"] = block.sample_from_anchor
     if config.embed_scale != 1.0:
         own["input_embedding_scale"] = config.embed_scale
     if config.logit_scale != 1.0:
@@ -121,7 +108,7 @@ def write(config: DrafterConfig, verifier: VerifierFacts) -> dict[str, Any]:
         own["final_logit_softcapping"] = config.logit_softcap
     layers = write_layers(config, NAME)
     data = {
-        "architectures": ["DSparkDraftModel" if spark else "DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": block.size,
         "dflash_config": own,
@@ -132,8 +119,6 @@ def write(config: DrafterConfig, verifier: VerifierFacts) -> dict[str, Any]:
     causal = [layer.attention.causal for layer in config.layers]
     if causal != [kind == SLIDING for kind in layers["layer_types"]] and len(set(causal)) == 1:
         data["is_causal"] = causal[0]
-    if config.reduced_vocab:
-        data["draft_vocab_size"] = config.draft_vocab_size
     return data | extras(config, config.max_drafts)
 
 
