@@ -32,7 +32,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference goldens drafter-goldens bench clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens bench clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-latest  the tests under the newest Python found and the newest JAX"
 	@echo "make lint         ruff and the type checker"
 	@echo "make reference    make the environment of the PyTorch reference implementations"
+	@echo "make reference-test  load what jaxspec exports with speculators, and compare"
 	@echo "make goldens      remake the fixtures under tests/goldens with it  (CASES=\"llama gemma3\")"
 	@echo "make drafter-goldens  likewise those of the drafters  (DEEPSPEC=clone of deepseek-ai/DeepSpec, CASES=\"dflash zlab\")"
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
@@ -88,6 +89,9 @@ lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/basedpyright
 
 reference: $(REFERENCE)/.installed
+
+reference-test: $(REFERENCE)/.installed
+	@HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tools/check_speculators_export.py
 
 goldens: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/make_rope_goldens.py

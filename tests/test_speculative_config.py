@@ -60,7 +60,7 @@ def test_keys_without_effect_on_the_result_and_nulls_pass():
     ],
 )
 def test_wrong_values_are_refused_by_name(config, message):
-    with pytest.raises(InputError, match="^speculative config") as error:
+    with pytest.raises(InputError, match=r"^speculative config") as error:
         SpeculativeConfig.parse(config)
     assert message in str(error.value)
 

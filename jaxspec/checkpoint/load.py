@@ -81,7 +81,7 @@ def load_verifier(
     filled = fill_parameters(parameters, found.links, source, progress, place)
     return LoadedVerifier(
         config=opened.config,
-        module=nnx.merge(graph, nnx.from_flat_state(filled)),
+        module=nnx.merge(graph, nnx.from_flat_state({path: filled[path] for path in parameters})),
         tokenizer_source=opened.tokenizer_source,
         eos_ids=opened.eos_ids,
         path=opened.path,

@@ -1,12 +1,13 @@
 """What a caller asks of one generation: `SamplingParams`, validated when made. Imports no JAX, so that commands can refuse early."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxspec.errors import InputError
 
 SEED_LIMIT = 2**64
+MAX_LOGPROBS = 20  # as in vLLM and OpenAI
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM (v1/sample/sampler.py, _SAMPLING_EPS)
 
 
@@ -14,8 +15,8 @@ GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM (v1/sample
 class SamplingParams:
     """How one request is sampled and when it stops. The default is greedy.
 
-    The operations act in vLLM's order (v1/sample/sampler.py): repetition, frequency and presence penalty, temperature, min-p, top-k,
-    top-p. Every operation but the penalties leaves a greedy request unchanged.
+    The operations act in vLLM's order (v1/sample/sampler.py): logit bias, repetition, frequency and presence penalty, temperature,
+    min-p, top-k, top-p. Every operation but the bias and the penalties leaves a greedy request unchanged.
 
     Fields, with their allowed values:
         max_new_tokens: most tokens to generate, >= 1. The answer also ends where prompt and answer reach the model's longest sequence.
@@ -30,6 +31,9 @@ class SamplingParams:
         stop: strings that end the answer; the text is cut before the first of them.
         stop_token_ids: ids that end the answer besides the model's own end-of-sequence ids.
         ignore_eos: do not end at the model's end-of-sequence ids (`stop_token_ids` still end the answer).
+        logit_bias: added to the logits of these token ids, each in [-100, 100].
+        logprobs: report log-probabilities of each token and of the `logprobs` most likely ones, 0 .. 20; None reports none. They are the
+            model's own, before bias, penalties and temperature (vLLM's "raw_logprobs").
 
     Raises:
         InputError: a value outside its range, named with the field.
@@ -47,6 +51,8 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _whole("max_new_tokens", self.max_new_tokens, 1)
@@ -66,6 +72,11 @@ class SamplingParams:
                 raise InputError(f"stop holds {text!r}; every stop string must be a string of at least one character")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0)
+            _number("logit_bias", bias, -100, 100)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 

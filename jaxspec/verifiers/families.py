@@ -42,6 +42,9 @@ _DRAFTER_KEYS = {
     "eagle_config": "EAGLE-3",
     "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
     "target_hidden_size": "EAGLE-3",
+    "draft_vocab_size": "EAGLE-3",
+    "markov_rank": "DSpark",
+    "num_target_layers": "DFlash",
 }
 _DRAFTER_ARCHITECTURES = {
     "peagle": "P-EAGLE",

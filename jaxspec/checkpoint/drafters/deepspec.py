@@ -91,6 +91,8 @@ def write(config: DrafterConfig, verifier: VerifierFacts) -> dict[str, Any]:
         "target_layer_ids": [aux - 1 for aux in config.taps],
     }
     if first.sandwich:
+        for name in ("sliding_window", "use_sliding_window", "max_window_layers", "mlp_bias"):  # not Gemma's
+            del data[name]
         data |= {
             "architectures": ["Gemma4DSparkModel"],
             "model_type": "gemma4_text",

@@ -44,6 +44,9 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
     if model_type not in (None, "llama", "qwen3"):
         raise fields.error("model_type", f"is {model_type!r}; supported: llama, qwen3")
     refuse_unsupported(fields)
+    window = fields.get("sliding_window")
+    if window is not None and fields.get("layer_types") is None and fields.flag("use_sliding_window", True):
+        raise fields.error("sliding_window", f"is {window}, but no layer_types says which layers slide")
     if not fields.flag("use_aux_hidden_state", True):
         raise fields.error("use_aux_hidden_state", "is false: a drafter on the last hidden state is not supported")
     own_embed, own_head = own_embed_and_head(names)
