@@ -34,6 +34,8 @@ def main(argv: list[str]) -> None:
     items = collect_prompts(args.prompts, args.prompt_ids, args.prompt_file)
     if args.stream and args.output == "json":
         raise InputError("--stream works with --output text; leave one of the two out")
+    if args.logprobs is not None and args.output != "json":
+        raise InputError("--logprobs shows in --output json only; add that flag")
     speculation = _speculation(args)
     trace = None if args.trace is None else _writable(args.trace)
     with progress() as show:
@@ -108,6 +110,19 @@ def _parser() -> Parser:
         metavar="R",
         help="default: %(default)s (off)",
     )
+    add(
+        "--logit-bias",
+        type=_logit_bias,
+        default={},
+        metavar="JSON",
+        help='added to the logits of token ids, such as {"11": -5}',
+    )
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --output json: log-probabilities of each token and the N likeliest",
+    )
     add("--seed", type=int, help="makes sampling repeatable (default: another seed every time)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on past the model's end-of-sequence tokens")
@@ -165,7 +180,16 @@ def _sampling_params(args: Namespace) -> SamplingParams:
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
+        logit_bias=args.logit_bias,
+        logprobs=args.logprobs,
     )
+
+
+def _logit_bias(text: str) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in json.loads(text).items()}
+    except (ValueError, AttributeError):
+        raise ArgumentTypeError(f"{text!r} is no JSON object of token ids and numbers") from None
 
 
 def _token_ids(text: str) -> list[int]:

@@ -123,3 +123,35 @@ def test_sampled_rows_equal_their_solo_runs_and_reruns(drafting):
         assert tokens_of(engine.generate([PROMPTS[at]], SAMPLED[at])) == [together[at]]
     other = [replace(params, seed=99 + params.seed) for params in SAMPLED]
     assert tokens_of(engine.generate(PROMPTS, other)) != together
+
+
+def test_logprobs_equal_plain_decodings(plain, drafting):
+    params = [
+        replace(GREEDY, max_new_tokens=20, logprobs=3),
+        replace(SAMPLED[0], logprobs=0),
+        replace(GREEDY, max_new_tokens=9),
+    ]
+    for got, want in zip(
+        engine_with(drafting).generate(PROMPTS[2:5], params), plain.generate(PROMPTS[2:5], params), strict=True
+    ):
+        if want.logprobs is None:
+            assert got.logprobs is None
+            continue
+        if got.token_ids != want.token_ids:  # sampled: speculation draws other tokens of the same distribution
+            assert len(got.logprobs) == len(got.token_ids)
+            continue
+        assert [one.token_id for one in got.logprobs] == list(got.token_ids)
+        np.testing.assert_allclose(
+            [one.logprob for one in got.logprobs], [one.logprob for one in want.logprobs], atol=1e-4
+        )
+        for one, other in zip(got.logprobs, want.logprobs, strict=True):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert not one.top or one.top[0][1] >= one.logprob - 1e-6
+
+
+def test_logit_bias_acts_inside_a_block(plain, drafting):
+    banned = Engine.generate(plain, [PROMPTS[3]], GREEDY)[0].token_ids[2]
+    params = replace(GREEDY, logit_bias={banned: -100.0, 5: 3.0})
+    (want,), (got,) = plain.generate([PROMPTS[3]], params), engine_with(drafting).generate([PROMPTS[3]], params)
+    assert got.token_ids == want.token_ids
+    assert banned not in got.token_ids

@@ -115,8 +115,7 @@ def forward_costs(model: Path, rounds: int) -> tuple[dict[str, float], dict[str,
         decoder = nnx.merge(graphdef, treedef.unflatten(leaves))
 
         def one(_: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-            cache, tokens = carry
-            hidden, _, cache = decoder(tokens, cache)
+            hidden, _, cache = decoder(carry[1], carry[0])
             return cache, jax.lax.argmax(decoder.logits(hidden), 2, jnp.int32)
 
         return jax.lax.fori_loop(0, STEPS, one, (cache, tokens))

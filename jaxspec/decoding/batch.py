@@ -1,6 +1,6 @@
 """One batch of requests from prompt to answer: bucketing, prefill, dispatches, stopping on the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.programs import MAX_PREFILL, MIN_PREFILL, MIN_STOP_IDS, Programs, RunTimer, power_of_two
-from jaxspec.decoding.result import Cycle, FinishReason, Result, Speculative, Timing, Usage
+from jaxspec.decoding.result import Cycle, FinishReason, Result, Speculative, Timing, TokenLogprob, Usage
 from jaxspec.decoding.sampling import SamplingRows, TokenCounts
 from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Record, Requests, pad_stop_ids
 from jaxspec.decoding.stopping import Answer
@@ -57,6 +57,7 @@ class Batch:
         self._finish = np.full(rows, Finish.STOP, np.int32)
         self._finish[: len(requests)] = Finish.RUNNING
         self._records: list[Record] = []
+        self._logprobs = _top_number([request.params.logprobs for request in requests], programs.config.vocab_size)
         self._compiled_before = programs.compile_s
         self._prefill_time = RunTimer(programs)
         self._decode_time = RunTimer(programs)
@@ -66,7 +67,7 @@ class Batch:
         state, fixed = self._start()
         while (self._finish == Finish.RUNNING).any():
             with self._decode_time:
-                state, dispatch = self._programs.decode(state, fixed, cycles)
+                state, dispatch = self._programs.decode(state, fixed, cycles, self._logprobs)
                 records = jax.tree.map(np.asarray, dispatch.records)
                 finish = np.array(dispatch.finish)
             self._records.append(records)
@@ -111,6 +112,7 @@ class Batch:
                     timing=Timing(load_s, compile_s, prefill_s, decode_s, rate),
                     speculative=self._speculative(cycles),
                     cycles=cycles,
+                    logprobs=self._token_logprobs(row),
                     batch=number,
                 )
             )
@@ -124,6 +126,21 @@ class Batch:
                 one = jax.tree.map(lambda leaf, at=at: leaf[at, row], records)
                 yield Cycle.of(number, one)
                 number += 1
+
+    def _token_logprobs(self, row: int) -> tuple[TokenLogprob, ...] | None:
+        """One for each token of the answer, where its request asked."""
+        number = self._requests[row].params.logprobs
+        if number is None:
+            return None
+        found = []
+        for records in self._records:
+            lp = records.logprobs
+            assert lp is not None
+            for cycle, slot in zip(*np.nonzero(records.tokens[:, row] != NO_TOKEN), strict=True):
+                place = (cycle, row, slot)
+                top = zip(lp.top_ids[place].tolist(), lp.top[place].tolist(), strict=True)
+                found.append(TokenLogprob(int(records.tokens[place]), float(lp.token[place]), tuple(top)[:number]))
+        return tuple(found[: len(self._answers[row].token_ids)])
 
     def _speculative(self, cycles: Sequence[Cycle]) -> Speculative | None:
         config = self._programs.drafter_config
@@ -146,6 +163,7 @@ class Batch:
                 sampling=SamplingRows.of(params, seeds),
                 limit=jnp.array(limits, jnp.int32),
                 stop_ids=pad_stop_ids(stop_ids, power_of_two(max(map(len, stop_ids)), MIN_STOP_IDS)),
+                bias=_bias([one.logit_bias for one in params], vocab_size),
             )
             state = DecodeState(
                 cache=cache,
@@ -170,3 +188,21 @@ class Batch:
                 tokens[row, : len(part)] = part
             cache, draft = self._programs.prefill(cache, draft, tokens, here)
         return cache, draft
+
+
+def _bias(biases: Sequence[Mapping[int, float]], vocab_size: int) -> jax.Array | None:
+    """float32 [B, V]; None where there is none."""
+    if not any(biases):
+        return None
+    dense = np.zeros((len(biases), vocab_size), np.float32)
+    for row, bias in enumerate(biases):
+        dense[row, list(bias)] = list(bias.values())
+    return jnp.array(dense)
+
+
+def _top_number(wanted: Sequence[int | None], vocab_size: int) -> int | None:
+    """How many likeliest tokens the program reports: 0, or a power of two, so that few programs serve all; None where nobody asks."""
+    asked = [number for number in wanted if number is not None]
+    if not asked:
+        return None
+    return min(power_of_two(max(asked)), vocab_size) if max(asked) else 0

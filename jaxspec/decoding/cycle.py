@@ -13,7 +13,7 @@ from jaxspec.decoding.accept import Drafts, Rule, Verdict, accept
 from jaxspec.decoding.randomness import Purpose, draw_keys, gumbel
 from jaxspec.decoding.sampling import SamplingRows, TokenCounts, filter_logits, penalize
 from jaxspec.decoding.schedule import keep_confident, keep_scheduled
-from jaxspec.decoding.state import NO_TOKEN, DecodeState, Finish, Record, Requests
+from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Logprobs, Record, Requests
 from jaxspec.drafters.base import Choose, Context, Drafter, Proposal, greedy, take_rows
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
@@ -31,6 +31,7 @@ class Plan:
         confidence_threshold: drafts stop before the first one below it; 0 for never.
         steps_per_s: cost curve of the prefix scheduler, entry n - 1 for n tokens a verify pass; empty: no scheduler.
         widths: the numbers of drafts that verify is compiled for, increasing, the last one K.
+        logprobs: report this many most likely tokens beside each committed one; None reports nothing.
     """
 
     drafts: int = 0
@@ -40,6 +41,7 @@ class Plan:
     confidence_threshold: float = 0.0
     steps_per_s: tuple[float, ...] = ()
     widths: tuple[int, ...] = (0,)
+    logprobs: int | None = None
 
 
 def cycle(
@@ -50,15 +52,19 @@ def cycle(
         proposal, state = draft(drafter, state, requests, plan)
         kept = keep(proposal, state, plan)
     with jax.named_scope("verify"):
-        logits, features, state = verify(decoder, drafter, state, proposal.tokens, kept, plan)
+        raw, features, state = verify(decoder, drafter, state, proposal.tokens, kept, plan)
     with jax.named_scope("accept"):
         drafts = Drafts(proposal.tokens, proposal.ids, proposal.log_q, target_ids(drafter), kept)
+        logits = raw if requests.bias is None else raw + requests.bias[:, None]
         if state.counts is not None:
             logits = penalize_block(logits, state.counts, requests.sampling, proposal.tokens)
         rates = jnp.array(plan.synthetic_rates, jnp.float32) if plan.rule is Rule.SYNTHETIC else None
         verdict = accept(logits, drafts, requests.sampling, state.cache.length, plan.rule, rates)
     with jax.named_scope("commit"):
-        return commit(state, requests, proposal, kept, verdict, features)
+        state, record = commit(state, requests, proposal, kept, verdict, features)
+        if plan.logprobs is not None:
+            record = replace(record, logprobs=logprobs_of(raw, record.tokens, plan.logprobs))
+        return state, record
 
 
 def draft(drafter: Drafter | None, state: DecodeState, requests: Requests, plan: Plan) -> tuple[Proposal, DecodeState]:
@@ -174,6 +180,7 @@ def commit(
         verified=kept,
         accepted=jnp.minimum(verdict.accepted, count),
         tokens=tokens,
+        logprobs=None,
     )
     return (
         replace(
@@ -189,9 +196,17 @@ def commit(
     )
 
 
+def logprobs_of(logits: jax.Array, tokens: jax.Array, number: int) -> Logprobs:
+    """Of the committed tokens int32 [B, K + 1] and of the `number` likeliest, from the verifier's logits float32 [B, K + 1, V]."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    token = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+    top, top_ids = jax.lax.top_k(logprobs, number)
+    return Logprobs(token, top_ids, top)
+
+
 def next_context(
     state: DecodeState, features: jax.Array | None, tokens: jax.Array, anchor: jax.Array, count: jax.Array
-):
+) -> DraftState | None:
     """What the drafter commits in the next cycle: the features of the committed rows, each with the token that follows it."""
     if state.draft is None or features is None:
         return state.draft

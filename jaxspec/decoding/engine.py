@@ -18,7 +18,7 @@ from jaxspec.decoding.cycle import Plan
 from jaxspec.decoding.loop import MAX_CYCLES
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.planning import make_plan
-from jaxspec.decoding.programs import Programs, power_of_two
+from jaxspec.decoding.programs import Key, Programs, power_of_two
 from jaxspec.decoding.result import GenerationInterrupted, Result, StreamEvent
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.drafters.base import Drafter
@@ -135,7 +135,7 @@ class Engine:
         )
 
     @property
-    def compiled_programs(self) -> tuple[tuple[str | int | bool, ...], ...]:
+    def compiled_programs(self) -> tuple[Key, ...]:
         """One tuple for each program compiled so far: its name and its sizes."""
         return self._programs.keys
 
@@ -237,6 +237,9 @@ class Engine:
         for token in params.stop_token_ids:
             if token >= vocab:
                 raise InputError(f"stop_token_ids holds {token}; the model's ids run from 0 to {vocab - 1}")
+        for token in params.logit_bias:
+            if token >= vocab:
+                raise InputError(f"logit_bias holds {token}; the model's ids run from 0 to {vocab - 1}")
         if params.stop and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
         return Request(

@@ -6,6 +6,7 @@ measured here and nowhere mixed with run time.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -18,6 +19,8 @@ from jaxspec.decoding.state import DecodeState, Dispatch, DraftState, Requests
 from jaxspec.drafters.base import Drafter, attention_layers
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
+
+Key = tuple[str | int | bool | None, ...]  # a program's name and the sizes and variants it is compiled for
 
 MIN_PREFILL = 16  # T of a prefill call: a power of two from here ...
 MAX_PREFILL = 512  # ... to here; longer prompts take several calls
@@ -65,10 +68,10 @@ class Programs:
         self._leaves, self._treedef = jax.tree.flatten(state)
         self._dtype = decoder.embed.weight.dtype
         self._on_compile = on_compile
-        self._compiled: dict[tuple[str | int | bool, ...], jax.stages.Compiled] = {}
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
 
     @property
-    def keys(self) -> tuple[tuple[str | int | bool, ...], ...]:
+    def keys(self) -> tuple[Key, ...]:
         return tuple(self._compiled)
 
     def capacity(self, tokens: int) -> int:
@@ -117,20 +120,24 @@ class Programs:
         arguments = (self._leaves, cache, draft, tokens, count)
         return self._program(("prefill", *tokens.shape, cache.capacity), build, arguments)(*arguments)
 
-    def decode(self, state: DecodeState, requests: Requests, cycles: int) -> tuple[DecodeState, Dispatch]:
-        """`loop.decode` of at most `cycles` <= MAX_CYCLES cycles; the state is donated."""
+    def decode(
+        self, state: DecodeState, requests: Requests, cycles: int, logprobs: int | None = None
+    ) -> tuple[DecodeState, Dispatch]:
+        """`loop.decode` of at most `cycles` <= MAX_CYCLES cycles, reporting the `logprobs` likeliest tokens; the state is donated."""
         assert 1 <= cycles <= MAX_CYCLES
+        plan = replace(self.plan, logprobs=logprobs)
 
         def build() -> jax.stages.Wrapped:
             def run(
                 leaves: list[jax.Array], state: DecodeState, requests: Requests, cycles: jax.Array
             ) -> tuple[DecodeState, Dispatch]:
-                return decode(*self._models(leaves), state, requests, cycles, self.plan)
+                return decode(*self._models(leaves), state, requests, cycles, plan)
 
             return jax.jit(run, donate_argnums=1)
 
         batch, stop_ids = requests.stop_ids.shape
-        key = ("decode", batch, state.cache.capacity, stop_ids, state.counts is not None)
+        variant = (state.counts is not None, requests.bias is not None, logprobs)
+        key = ("decode", batch, state.cache.capacity, stop_ids, *variant)
         arguments = (self._leaves, state, requests, np.int32(cycles))
         return self._program(key, build, arguments)(*arguments)
 
@@ -138,7 +145,7 @@ class Programs:
         return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
 
     def _program(
-        self, key: tuple[str | int | bool, ...], build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]
+        self, key: Key, build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]
     ) -> jax.stages.Compiled:
         program = self._compiled.get(key)
         if program is None:

@@ -131,6 +131,15 @@ class Speculative:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-probability of one token of the answer, and the likeliest ids with theirs, falling."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Result:
     """One answer.
 
@@ -142,6 +151,7 @@ class Result:
         usage, timing: see there.
         speculative: None without a drafter.
         cycles: what happened in each draft-then-verify round; none without a drafter.
+        logprobs: one a token of the answer; None where `SamplingParams.logprobs` asked for none.
         batch: which batch of the call the row was in; rows of a batch share their run times.
     """
 
@@ -153,12 +163,14 @@ class Result:
     timing: Timing
     speculative: Speculative | None = None
     cycles: tuple[Cycle, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
     batch: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `--output json` prints."""
+        """The object that `--output json` prints; with "logprobs" where they were asked for."""
         fields = asdict(self)
-        return {key: fields[key] for key in _JSON_KEYS}
+        keys = _JSON_KEYS if self.logprobs is None else (*_JSON_KEYS, "logprobs")
+        return {key: fields[key] for key in keys}
 
 
 _JSON_KEYS = ("prompt_ids", "token_ids", "text", "finish_reason", "usage", "speculative", "timing")

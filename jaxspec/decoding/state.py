@@ -32,11 +32,13 @@ class Requests:
         sampling: parameters a row.
         limit: int32 [B], most tokens to generate.
         stop_ids: int32 [B, E], ids that end the row, padded with -1.
+        bias: float32 [B, V], added to the logits; None where no row has one (another compiled program).
     """
 
     sampling: SamplingRows
     limit: jax.Array
     stop_ids: jax.Array
+    bias: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +79,22 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Logprobs:
+    """The verifier's own log-probabilities at the slots of a block, before bias, penalties and temperature.
+
+    Fields:
+        token: float32 [B, K + 1], of the committed token; anything where there is none.
+        top_ids: int32 [B, K + 1, n], the n most likely tokens.
+        top: float32 [B, K + 1, n], theirs.
+    """
+
+    token: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Record:
     """What happened in a cycle; in a `Dispatch` with a cycle axis in front.
 
@@ -88,6 +106,7 @@ class Record:
         verified: int32 [B], drafts that the verifier saw.
         accepted: int32 [B], drafts committed.
         tokens: int32 [B, K + 1], what was committed, NO_TOKEN behind it; all NO_TOKEN for a row that had ended.
+        logprobs: of those tokens; None where nobody asked (another compiled program).
     """
 
     position: jax.Array
@@ -97,6 +116,7 @@ class Record:
     verified: jax.Array
     accepted: jax.Array
     tokens: jax.Array
+    logprobs: Logprobs | None
 
 
 @jax.tree_util.register_dataclass
