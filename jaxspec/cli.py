@@ -1,7 +1,7 @@
 """What every command shares: one-line errors, exit codes, quiet libraries, and a progress line on terminals.
 
-Exit codes: 0 done; 2 bad input (one line on stderr); 1 internal failure (a traceback); 130 interrupted by Ctrl-C; 141 the reader of the
-output went away.
+Exit codes: 0 done; 2 bad input (one line on stderr); 1 internal failure (a traceback) or a failed check (one line); 130 interrupted by
+Ctrl-C; 141 the reader of the output went away.
 """
 
 import argparse
@@ -12,11 +12,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
-from jaxspec.errors import InputError
+from jaxspec.errors import CheckFailed, InputError
 
-BAD_INPUT, INTERNAL, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+BAD_INPUT, INTERNAL, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 1, 130, 141
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -50,17 +51,17 @@ def run(name: str, main: Callable[[list[str]], None], argv: list[str] | None = N
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
 
-    def warn(message: Warning | str, *_: object) -> None:
-        print(f"{name}: warning: {one_line(message)}", file=sys.stderr)
-
     with warnings.catch_warnings():
-        warnings.showwarning = warn
+        warnings.showwarning = lambda message, *_: warn(name, message)
         try:
             main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
         except InputError as error:
             print(f"{name}: error: {one_line(error)}", file=sys.stderr)
             return BAD_INPUT
+        except CheckFailed as failure:
+            print(f"{name}: failed: {one_line(failure)}", file=sys.stderr)
+            return FAILED
         except KeyboardInterrupt:
             print(f"{name}: interrupted", file=sys.stderr)
             return INTERRUPTED
@@ -75,9 +76,24 @@ def run(name: str, main: Callable[[list[str]], None], argv: list[str] | None = N
     return 0
 
 
+def warn(name: str, message: object) -> None:
+    """A warning on stderr, in one line that the command's name begins."""
+    print(f"{name}: warning: {one_line(message)}", file=sys.stderr)
+
+
 def one_line(message: object) -> str:
     """The message with its line breaks, and the spaces round them, made single spaces."""
     return " ".join(line.strip() for line in str(message).splitlines())
+
+
+def writable(flag: str, name: str) -> Path:
+    """The file that a flag names, made now if it isn't there, so that it is refused before the work and not after it."""
+    path = Path(name)
+    try:
+        path.touch()
+    except OSError as error:
+        raise InputError(f"{flag} {name}: cannot be written: {error.strerror}") from error
+    return path
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The one exception that means "the input is wrong", as opposed to "jaxspec is wrong"."""
+"""The exceptions that commands turn into one line on stderr; every other one means that jaxspec is wrong."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     Commands print it to stderr without a traceback and exit with status 2.
     """
+
+
+class CheckFailed(Exception):
+    """A check that the user asked for has found something wrong: one line that says what. Commands exit with status 1."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxspec.cli import Parser, ShowProgress, progress, run
+from jaxspec.cli import Parser, ShowProgress, progress, run, writable
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import METHODS, SpeculativeConfig
 from jaxspec.errors import InputError
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     if args.logprobs is not None and args.output != "json":
         raise InputError("--logprobs shows in --output json only; add that flag")
     speculation = _speculation(args)
-    trace = None if args.trace is None else _writable(args.trace)
+    trace = None if args.trace is None else writable("--trace", args.trace)
     with progress() as show:
         engine = _load(args, speculation, show)
         chat = args.chat
@@ -265,16 +265,6 @@ def _stream(
 def _gap(number: int) -> str:
     """A blank line before every answer but the first."""
     return "\n" if number else ""
-
-
-def _writable(name: str) -> Path:
-    """A file that can be written, checked before the work and not after it."""
-    path = Path(name)
-    try:
-        path.touch()
-    except OSError as error:
-        raise InputError(f"--trace {name}: cannot be written: {error.strerror}") from error
-    return path
 
 
 def _write_trace(path: Path, results: "Sequence[Result]") -> None:

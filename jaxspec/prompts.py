@@ -21,16 +21,16 @@ def collect_prompts(texts: Sequence[str], prompt_ids: Sequence[int] | None, file
     """
     items: list[PromptItem] = []
     for number, text in enumerate(texts, 1):
-        items.append(_checked({"prompt": text}, f"PROMPT {number}"))
+        items.append(checked_item({"prompt": text}, f"PROMPT {number}"))
     if prompt_ids is not None:
-        items.append(_checked({"prompt_ids": prompt_ids}, "--prompt-ids"))
+        items.append(checked_item({"prompt_ids": prompt_ids}, "--prompt-ids"))
     if file is not None:
         items.extend(read_prompt_file(Path(file)))
     if not texts and prompt_ids is None and file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("there is no prompt; give PROMPT, --prompt-file, --prompt-ids, or text on stdin")
         text = _text(sys.stdin.buffer.read(), "stdin", "text")
-        items.append(_checked({"prompt": text.removesuffix("\n")}, "stdin"))
+        items.append(checked_item({"prompt": text.removesuffix("\n")}, "stdin"))
     return items
 
 
@@ -40,24 +40,32 @@ def read_prompt_file(path: Path) -> list[PromptItem]:
     Raises:
         InputError: naming the file, and the line where there is one.
     """
+    return [checked_item(item, where) for where, item in read_lines(path, "--prompt-file")]
+
+
+def read_lines(path: Path, flag: str) -> list[tuple[str, object]]:
+    """The values of a file of JSON lines, each with where it stands; blank lines are skipped.
+
+    Raises:
+        InputError: naming the flag and the file, and the line where there is one.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(f"--prompt-file {path}: {error.strerror}") from error
+        raise InputError(f"{flag} {path}: {error.strerror}") from error
     items = []
-    for number, line in enumerate(_text(content, f"--prompt-file {path}", "JSON lines").split("\n"), 1):
+    for number, line in enumerate(_text(content, f"{flag} {path}", "JSON lines").split("\n"), 1):
         if not line.strip():
             continue
-        where = f"--prompt-file {path}, line {number}"
+        where = f"{flag} {path}, line {number}"
         try:
-            item = json.loads(line)
+            items.append((where, json.loads(line)))
         except json.JSONDecodeError as error:
             raise InputError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from error
         except RecursionError as error:
             raise InputError(f"{where} is nested too deeply") from error
-        items.append(_checked(item, where))
     if not items:
-        raise InputError(f"--prompt-file {path} is empty; it must hold one JSON object a line")
+        raise InputError(f"{flag} {path} is empty; it must hold one JSON object a line")
     return items
 
 
@@ -110,7 +118,7 @@ def _text(content: bytes, where: str, wanted: str) -> str:
         raise InputError(f"{where} is not text: byte {error.start + 1} is not UTF-8; it must be {wanted}") from error
 
 
-def _checked(item: object, where: str) -> PromptItem:
+def checked_item(item: object, where: str) -> PromptItem:
     """Refuse an item that is not an object with exactly one known key of the right kind."""
     if not isinstance(item, dict):
         raise InputError(f"{where} is no JSON object; it must be one with one of the keys {', '.join(PROMPT_KEYS)}")

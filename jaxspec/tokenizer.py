@@ -16,19 +16,23 @@ class Tokenizer:
 
     Attributes:
         has_chat_template: whether `encode_chat` works.
+        has_thinking_mode: whether the template knows a thinking mode (`enable_thinking`) that can be set.
     """
 
     def __init__(self, tokenizer: Any):
         """`tokenizer` is a transformers tokenizer."""
         self._tokenizer = tokenizer
         self.has_chat_template = tokenizer.chat_template is not None
+        self.has_thinking_mode = "enable_thinking" in str(tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Plain text, with the special tokens the tokenizer puts round it (a BOS, for some models)."""
         return self._tokenizer.encode(text)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """A conversation through the chat template, up to where the assistant's answer begins.
+
+        `thinking`: the template's thinking mode; None leaves it to the template.
 
         Raises:
             InputError: no template, a message without role and text, or a conversation the template refuses.
@@ -45,6 +49,7 @@ class Tokenizer:
                     add_generation_prompt=True,
                     tokenize=True,
                     return_dict=False,
+                    **({} if thinking is None else {"enable_thinking": thinking}),
                 )
             )
         except TemplateError as error:

@@ -14,7 +14,8 @@ import platformdirs
 def _keep_compiled_programs(folder: Path) -> None:
     """Points JAX's persistent cache at `folder`, at most 2 GiB of it; without a writable folder every run compiles afresh.
 
-    A size limit makes JAX take a file lock round each read and write, so that test runs at the same time never see half a program.
+    A size limit makes JAX take a file lock round each read and write, so that test runs at the same time never see half a program. Each
+    write also looks at every entry, so what compiles in under a tenth of a second, single operations mostly, is left out.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -24,7 +25,7 @@ def _keep_compiled_programs(folder: Path) -> None:
         return
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 

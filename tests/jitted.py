@@ -1,7 +1,9 @@
-"""A drafter's methods, jitted for tests: tiny models, so that compiling is the cost."""
+"""Drafters' methods and engines' programs, compiled for tests: tiny models, so that compiling is the cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,6 +13,14 @@ from jaxspec.drafters.base import Choose, Context, Drafter, Proposal, greedy
 from jaxspec.layers.cache import KVCache
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # the same HLO, compiled faster
+
+
+@contextmanager
+def quick_programs() -> Iterator[None]:
+    """What `decoding.programs` compiles meanwhile is compiled with QUICK_COMPILE."""
+    compile_ = jax.stages.Lowered.compile
+    with mock.patch.object(jax.stages.Lowered, "compile", lambda lowered: compile_(lowered, QUICK_COMPILE)):
+        yield
 
 
 class Jitted:

@@ -11,9 +11,10 @@ from test_drafters import config as drafter_config
 from tiny import tiny_config, tiny_decoder
 
 from jaxspec.config import LayerConfig
-from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.cycle import Plan, verify_widths
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.profile import measure_steps_per_s
 from jaxspec.decoding.result import Result
 from jaxspec.drafters.base import Choose, Context, Proposal
 from jaxspec.drafters.build import build_drafter
@@ -155,3 +156,32 @@ def test_logit_bias_acts_inside_a_block(plain, drafting):
     (want,), (got,) = plain.generate([PROMPTS[3]], params), engine_with(drafting).generate([PROMPTS[3]], params)
     assert got.token_ids == want.token_ids
     assert banned not in got.token_ids
+
+
+def test_past_the_drafters_length_output_is_right_and_a_warning_says_so(plain):
+    drafter = real_drafter("dflash")
+    drafter.config = replace(drafter.config, max_positions=32)
+    with pytest.warns(UserWarning, match="pass the 32 that the drafter was made for"):
+        got = engine_with(drafter).generate([PROMPTS[5]], GREEDY)
+    assert tokens_of(got) == tokens_of(plain.generate([PROMPTS[5]], GREEDY))
+
+
+@pytest.mark.parametrize("plan", [{"confidence_threshold": 0.5}, {"steps_per_s": tuple(1 / n for n in range(20, 68))}])
+def test_cut_drafts_shrink_verification_and_leave_output_unchanged(plain, plan):
+    drafter = real_drafter("dspark")
+    engine = engine_with(drafter, widths=tuple(verify_widths(K, True)), **plan)
+    results = engine.generate(PROMPTS, GREEDY)
+    assert tokens_of(results) == tokens_of(plain.generate(PROMPTS, GREEDY))
+    verified = {cycle.verified for result in results for cycle in result.cycles}
+    assert min(verified) < K
+    for result in results:
+        for cycle in result.cycles:
+            if "confidence_threshold" in plan:
+                low = [at for at, confidence in enumerate(cycle.confidence) if confidence < 0.5]
+                assert cycle.verified == (low[0] if low else K)
+            assert cycle.accepted <= cycle.verified
+
+
+def test_the_cost_curve_covers_every_pass_of_the_largest_batch():
+    curve = measure_steps_per_s(VERIFIER, DECODER, real_drafter("dspark"), K, verify_widths(K, True), 2)
+    assert len(curve) == 2 * (K + 1) and min(curve) > 0

@@ -114,7 +114,8 @@ def forward_costs(model: Path, rounds: int) -> tuple[dict[str, float], dict[str,
     def passes(leaves: list[jax.Array], cache: KVCache, tokens: jax.Array) -> tuple[KVCache, jax.Array]:
         decoder = nnx.merge(graphdef, treedef.unflatten(leaves))
 
-        def one(_: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
+        def one(step: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
+            del step
             hidden, _, cache = decoder(carry[1], carry[0])
             return cache, jax.lax.argmax(decoder.logits(hidden), 2, jnp.int32)
 

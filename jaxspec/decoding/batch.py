@@ -64,7 +64,7 @@ class Batch:
 
     def run(self, cycles: int) -> Iterator[list[list[int]]]:
         """Decode to the end, `cycles` cycles a dispatch; yields each dispatch's new tokens, one list a request."""
-        state, fixed = self._start()
+        state, fixed = self.start()
         while (self._finish == Finish.RUNNING).any():
             with self._decode_time:
                 state, dispatch = self._programs.decode(state, fixed, cycles, self._logprobs)
@@ -146,7 +146,7 @@ class Batch:
         config = self._programs.drafter_config
         return None if config is None else Speculative.of(config.method, self._programs.plan.drafts, cycles)
 
-    def _start(self) -> tuple[DecodeState, Requests]:
+    def start(self) -> tuple[DecodeState, Requests]:
         """Prefill everything but each prompt's last token, and make the state in front of the first one."""
         missing = self._rows - len(self._requests)
         prompts = [request.prompt for request in self._requests] + [(0,)] * missing

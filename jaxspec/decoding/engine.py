@@ -2,6 +2,7 @@
 
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from jaxspec.decoding.cycle import Plan
 from jaxspec.decoding.loop import MAX_CYCLES
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.planning import make_plan
+from jaxspec.decoding.profile import measure_steps_per_s
 from jaxspec.decoding.programs import Key, Programs, power_of_two
 from jaxspec.decoding.result import GenerationInterrupted, Result, StreamEvent
 from jaxspec.decoding.speculative import SpeculativeConfig
+from jaxspec.decoding.state import DecodeState, Requests
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import InputError
 from jaxspec.prompts import PROMPT_KEYS
@@ -122,6 +125,11 @@ class Engine:
         if drafter is not None:
             opened = load_drafter(drafter, verifier=loaded, dtype=dtype)
             module, plan = opened.module, make_plan(asked, opened.config)
+            if asked.enable_adaptive_verification:
+                curve = measure_steps_per_s(
+                    config, loaded.module, module, plan.drafts, plan.widths, power_of_two(max_batch_size)
+                )
+                plan = replace(plan, steps_per_s=curve)
         return cls(
             config,
             loaded.module,
@@ -138,6 +146,28 @@ class Engine:
     def compiled_programs(self) -> tuple[Key, ...]:
         """One tuple for each program compiled so far: its name and its sizes."""
         return self._programs.keys
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs, for measurements."""
+        return self._programs
+
+    def start(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[DecodeState, Requests]:
+        """The state of one batch in front of its first cycle, for measurements.
+
+        Args and errors: as for `generate`; at most max_batch_size prompts.
+        """
+        requests = self._requests(prompts, params)
+        assert len(requests) <= self._max_batch_size
+        return self._batch(requests).start()
+
+    def warm_up(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> None:
+        """Compile what `generate` needs for these arguments, and run the first cycle of every batch.
+
+        Args and errors: as for `generate`.
+        """
+        for members in self._in_batches(self._requests(prompts, params)):
+            next(self._batch(members).run(1))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -157,11 +187,8 @@ class Engine:
             GenerationInterrupted: on Ctrl-C, with what there is.
         """
         requests = self._requests(prompts, params)
-        # Prompts of like length share a batch: padding costs as much as tokens.
-        requests = sorted(requests, key=lambda request: len(request.prompt))
         results: list[Result | None] = [None] * len(requests)
-        for number, start in enumerate(range(0, len(requests), self._max_batch_size)):
-            members = requests[start : start + self._max_batch_size]
+        for number, members in enumerate(self._in_batches(requests)):
             batch = self._batch(members)
             try:
                 for _ in batch.run(MAX_CYCLES):
@@ -194,6 +221,13 @@ class Engine:
                 yield StreamEvent(text, tuple(held))
                 held = []
 
+    def _in_batches(self, requests: list[Request]) -> list[list[Request]]:
+        """Prompts of like length share a batch: padding costs as much as tokens."""
+        requests = sorted(requests, key=lambda request: len(request.prompt))
+        return [
+            requests[start : start + self._max_batch_size] for start in range(0, len(requests), self._max_batch_size)
+        ]
+
     def _batch(self, requests: list[Request]) -> Batch:
         rows = min(power_of_two(len(requests)), self._max_batch_size)
         return Batch(self._programs, requests, rows, self._text)
@@ -216,10 +250,23 @@ class Engine:
             raise InputError(
                 f"params has {len(params)} entries for {len(prompts)} prompts; it must have one or as many"
             )
-        return [
+        requests = [
             self._request(index, prompt, wanted)
             for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
         ]
+        self._warn_past_the_drafter(requests)
+        return requests
+
+    def _warn_past_the_drafter(self, requests: Sequence[Request]) -> None:
+        """Positions past what the drafter was made for are computed like any others: output stays right, acceptance may fall."""
+        drafter = self._programs.drafter_config
+        longest = max((len(request.prompt) + request.limit for request in requests), default=0)
+        if drafter is not None and longest > drafter.max_positions:
+            warnings.warn(
+                f"sequences of up to {longest} tokens pass the {drafter.max_positions} that the drafter was made for; "
+                "output is unaffected, but fewer drafts may be accepted there",
+                stacklevel=4,
+            )
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         where = f"prompt {index + 1}"

@@ -10,10 +10,9 @@ from jaxspec.errors import InputError
 DEFAULT_DRAFTS = 5  # for drafters whose checkpoint recommends no number and sets no bound
 
 
-def make_plan(asked: SpeculativeConfig, drafter: DrafterConfig, steps_per_s: tuple[float, ...] = ()) -> Plan:
-    """The plan; raises InputError where the drafter cannot do what was asked.
-
-    steps_per_s: the measured cost curve, for `enable_adaptive_verification`.
+def make_plan(asked: SpeculativeConfig, drafter: DrafterConfig) -> Plan:
+    """The plan, without the measured cost curve of `enable_adaptive_verification`; raises InputError where the drafter cannot do what
+    was asked.
     """
     method = "peagle" if asked.method == "eagle3" and asked.parallel_drafting else asked.method
     if method is not None and method != drafter.method:
@@ -36,6 +35,5 @@ def make_plan(asked: SpeculativeConfig, drafter: DrafterConfig, steps_per_s: tup
         rule=rule,
         synthetic_rates=asked.conditional_rates(drafts) if rule is Rule.SYNTHETIC else (),
         confidence_threshold=asked.confidence_threshold,
-        steps_per_s=steps_per_s,
         widths=tuple(verify_widths(drafts, cuts)),
     )

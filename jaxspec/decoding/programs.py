@@ -22,6 +22,9 @@ from jaxspec.verifiers.decoder import Decoder
 
 Key = tuple[str | int | bool | None, ...]  # a program's name and the sizes and variants it is compiled for
 
+# What `Programs.repeat` repeats; it leaves the shapes as they are.
+Step = Callable[[Decoder, Drafter | None, DecodeState, Requests, Plan], DecodeState]
+
 MIN_PREFILL = 16  # T of a prefill call: a power of two from here ...
 MAX_PREFILL = 512  # ... to here; longer prompts take several calls
 MIN_CAPACITY = 256  # S of a cache: a power of two from here on, at most the model's longest sequence
@@ -140,6 +143,28 @@ class Programs:
         key = ("decode", batch, state.cache.capacity, stop_ids, *variant)
         arguments = (self._leaves, state, requests, np.int32(cycles))
         return self._program(key, build, arguments)(*arguments)
+
+    def repeat(self, name: str, step: Step, state: DecodeState, requests: Requests, times: int) -> DecodeState:
+        """`step` done `times` times in one program of this name, for measurements; the state is donated."""
+
+        def build() -> jax.stages.Wrapped:
+            def run(leaves: list[jax.Array], state: DecodeState, requests: Requests, times: jax.Array) -> DecodeState:
+                models = self._models(leaves)
+                return jax.lax.fori_loop(0, times, lambda _, state: step(*models, state, requests, self.plan), state)
+
+            return jax.jit(run, donate_argnums=1)
+
+        batch, stop_ids = requests.stop_ids.shape
+        arguments = (self._leaves, state, requests, np.int32(times))
+        return self._program((name, batch, state.cache.capacity, stop_ids), build, arguments)(*arguments)
+
+    def set_drafter(self, drafter: Drafter) -> None:
+        """Replace the drafter by one that differs in the values of its arrays only; what is compiled stays."""
+        graphdef, state = nnx.split((self._models(self._leaves)[0], drafter))
+        leaves, treedef = jax.tree.flatten(state)
+        if graphdef != self._graphdef or treedef != self._treedef:
+            raise ValueError("the new drafter must be built like the one it replaces")
+        self._leaves = leaves
 
     def _models(self, leaves: list[jax.Array]) -> tuple[Decoder, Drafter | None]:
         return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import subprocess
 import sys
 import tarfile
@@ -13,16 +14,18 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
-from drafter_goldens import common
+from drafter_goldens import common, loops
 from drafter_goldens.common import BLOCK, DRAFTS, ENDS, LENGTH, MASK, Inputs, Outputs, gemma4_config, qwen3_config
 
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter. `module`: of deepspec.modeling; `args`: as in DeepSpec's training configs."""
+    """A drafter. `module`: of deepspec.modeling; `args`: as in DeepSpec's training configs. `loop`: generate with it too, drafts
+    cut at a confidence threshold. `fitted`: fit it to the verifier's text first, and do nothing but generate."""
 
     module: str
     seed: int
@@ -30,6 +33,8 @@ class Case:
     args: dict[str, object]
     verifier: str = "verifier"
     published: dict[str, object] = field(default_factory=dict)
+    loop: bool = False
+    fitted: bool = False
 
 
 def full_gemma4_config(**fields: object) -> PretrainedConfig:
@@ -59,7 +64,8 @@ CASES = {
     "deepspec_dspark_gated": Case(
         "dspark.qwen3", 52, qwen3_config, dspark_args(markov_head_type="gated", confidence_head_with_markov=False)
     ),
-    "deepspec_dspark_rnn": Case("dspark.qwen3", 53, qwen3_config, dspark_args(markov_head_type="rnn")),
+    "deepspec_dspark_rnn": Case("dspark.qwen3", 53, qwen3_config, dspark_args(markov_head_type="rnn"), loop=True),
+    "deepspec_fitted": Case("dspark.qwen3", 58, qwen3_config, dspark_args(), fitted=True),
     "deepspec_dflash": Case("dspark.qwen3", 54, qwen3_config, dspark_args(markov_rank=0, confidence_head_alpha=0.0)),
     "deepspec_gemma4": Case(
         "dspark.gemma4",
@@ -90,6 +96,8 @@ CASES = {
         },
     ),
 }
+
+THRESHOLDS = (0.4, 0.8)
 
 CLASSES = {
     "dspark.qwen3": "Qwen3DSparkModel",
@@ -148,6 +156,9 @@ def make(name: str, case: Case, directory: Path, commit: str) -> None:
     config._attn_implementation = "sdpa"
     model = model_class(config)
     common.randomise(model, case.seed)
+    target = common.load_verifier(directory.parent / case.verifier)
+    if case.fitted:
+        fit(model, modeling, target, case.seed)
     common.save(model, directory)
     common.edit_config(directory, case.published, drop=("per_layer_config", "allow_global_per_layer_attribute_access"))
     config = type(config).from_pretrained(directory)
@@ -157,7 +168,14 @@ def make(name: str, case: Case, directory: Path, commit: str) -> None:
     ).eval()
 
     extract = importlib.import_module("deepspec.modeling.dspark.common").extract_context_feature
-    target = common.load_verifier(directory.parent / case.verifier)
+    peers = {"deepseek-ai/DeepSpec": commit}
+    if case.loop or case.fitted:
+        gaps = loops.Gaps()
+        thresholds = THRESHOLDS if case.fitted else THRESHOLDS[:1]
+        loops.write(directory, case.verifier, peers, generate(model, target, case.seed, thresholds, gaps), gaps)
+    if case.fitted:
+        return
+
     sequence = common.sequence(case.seed)
     states = target(sequence[:, :LENGTH], use_cache=False, output_hidden_states=True).hidden_states
     inputs = Inputs(sequence, extract(states, model.target_layer_ids))
@@ -167,23 +185,97 @@ def make(name: str, case: Case, directory: Path, commit: str) -> None:
         "attention": "sdpa",
         "verifier": case.verifier,
         "taps": [layer + 1 for layer in model.target_layer_ids],
-        "peers": {"deepseek-ai/DeepSpec": commit},
+        "peers": peers,
     }
     common.write(directory, name, case.seed, inputs, outputs, meta)
 
 
-def dspark(model: PreTrainedModel, modeling: ModuleType, inputs: Inputs) -> Outputs:
-    """The training forward with ENDS as anchors, and the evaluation's drafting loop."""
-    ops = importlib.import_module("deepspec.eval.dspark.draft_ops")
-    anchors = torch.tensor([ENDS])
+def fit(model: PreTrainedModel, modeling: ModuleType, target: PreTrainedModel, seed: int) -> None:
+    """Cross-entropy against the verifier's own continuations, and the confidence head against which drafts were right."""
+    extract = importlib.import_module("deepspec.modeling.dspark.common").extract_context_feature
+    tokens = loops.continuations(target, seed)
+    states = target(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    features = extract(states, model.target_layer_ids)
+
+    def loss(end: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in range(0, tokens.shape[0], 2):
+            row = (row + end) % tokens.shape[0]
+            logits, confidence = trained(model, modeling, tokens[row, None], features[row, None], (end,))
+            wanted = tokens[row, end + 1 : end + 1 + BLOCK]
+            right = (logits[0].argmax(-1) == wanted).float()
+            total = total + F.cross_entropy(logits[0], wanted)
+            total = total + F.binary_cross_entropy_with_logits(confidence[0], right)
+        return total
+
+    loops.fit(model, seed, tokens.shape[1] - 1, loss)
+
+
+def generate(
+    model: PreTrainedModel, target: PreTrainedModel, seed: int, thresholds: tuple[float, ...], gaps: loops.Gaps
+) -> list[loops.Run]:
+    """The evaluator's loop on every prompt, the thresholds in turn."""
+    evaluation = importlib.import_module("deepspec.eval.dspark.evaluator")
+    loop = importlib.import_module("deepspec.eval.base_evaluator")
+    evaluator = object.__new__(evaluation.Qwen3DSparkEvaluator)  # its __init__ wants GPUs and data sets
+    evaluator.draft_model, evaluator.target_model, evaluator.confidence_head_recorder = model, target, None
+
+    def one(prompt: torch.Tensor, threshold: float) -> loops.Run:
+        evaluator.args = argparse.Namespace(
+            temperature=0.0, confidence_threshold=threshold, max_new_tokens=loops.NEW_TOKENS
+        )
+        made = evaluator.generate_one_sample(input_ids=prompt, stop_token_ids=None)
+        return loops.Run(
+            prompt[0].tolist(),
+            [],
+            loops.NEW_TOKENS,
+            threshold,
+            made.output_ids[0, prompt.shape[1] :].tolist(),
+            made.acceptance_lengths,
+            made.proposal_lengths,
+        )
+
+    def distances(logits: torch.Tensor) -> torch.Tensor:
+        """Of the confidences' logits from the threshold's, as a pair of logits [..., 2]."""
+        distance = (
+            logits - math.log(evaluator.args.confidence_threshold / (1 - evaluator.args.confidence_threshold))
+        ).abs()
+        return torch.stack([distance, torch.zeros_like(distance)], dim=-1)
+
+    with (
+        mock.patch.object(evaluation, "DynamicCache", LengthCache),
+        mock.patch.object(loop, "DynamicCache", LengthCache),
+        gaps.watch(target, "forward", lambda output: output.logits),
+        gaps.watch(model, "sample_draft_tokens", lambda drafted: drafted[1]),
+        gaps.watch(model, "predict_confidence_step", distances),
+    ):
+        return [one(prompt, threshold) for threshold in thresholds for prompt in loops.prompts(seed)]
+
+
+def trained(
+    model: PreTrainedModel,
+    modeling: ModuleType,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    ends: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The training forward with `ends` as anchors: logits [A, B, V], and the confidence head's [A, B]."""
+    anchors = torch.tensor([ends])
     with (
         mock.patch.object(
             modeling, "sample_anchor_positions", lambda **_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
         ),
         mock.patch.object(modeling, "create_dspark_attention_mask", dense_mask),
     ):
-        tokens = inputs.sequence[:, :LENGTH]
-        trained = model(tokens, inputs.features, torch.ones(tokens.shape))
+        outputs = model(tokens, features, torch.ones(tokens.shape))
+    confidence = outputs.confidence_pred
+    return outputs.draft_logits[0], None if confidence is None else confidence[0]
+
+
+def dspark(model: PreTrainedModel, modeling: ModuleType, inputs: Inputs) -> Outputs:
+    """The training forward with ENDS as anchors, and the evaluation's drafting loop."""
+    ops = importlib.import_module("deepspec.eval.dspark.draft_ops")
+    blocks, confidence = trained(model, modeling, inputs.sequence[:, :LENGTH], inputs.features, ENDS)
     cache, proposals, logits = LengthCache(), [], []
     for start, end in common.cycles():
         block = torch.cat([inputs.sequence[:, end : end + 1], torch.full((1, BLOCK - 1), model.mask_token_id)], dim=1)
@@ -211,13 +303,12 @@ def dspark(model: PreTrainedModel, modeling: ModuleType, inputs: Inputs) -> Outp
                 model.compute_logits(hidden), first_prev_token_ids=block[:, 0], hidden_states=hidden
             )[1]
         )
-    confident = trained.confidence_pred is not None
     return Outputs(
-        trained.draft_logits[0],
+        blocks,
         torch.cat(logits),
         torch.cat([proposal.verify_input_ids[:, 1:] for proposal in proposals]),
-        trained.confidence_pred[0] if confident else None,
-        torch.cat([proposal.confidence_logits for proposal in proposals]) if confident else None,
+        confidence,
+        None if confidence is None else torch.cat([proposal.confidence_logits for proposal in proposals]),
     )
 
 

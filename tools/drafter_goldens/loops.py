@@ -22,9 +22,11 @@ from drafter_goldens.common import BLOCK, MASK
 
 PROMPT_LENGTHS = (1, 4, 9, 14)
 NEW_TOKENS = 60
-FITTING_PROMPTS = 16
-FITTING_STEPS = 500
-MIN_GAP = 2e-4  # of the two largest logits, and of a confidence and its threshold: ten times float32 noise on these sizes
+FITTING_PROMPTS = 12
+FITTING_STEPS = 600
+MIN_GAP = (
+    5e-5  # of the two largest logits, and of a confidence's logit from its threshold's; float32 noise is about 1e-5
+)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,18 @@ def prompts(seed: int) -> list[torch.Tensor]:
 
 
 def continuations(target: PreTrainedModel, seed: int) -> torch.Tensor:
-    """Sequences [FITTING_PROMPTS, T] of greedy text: the prompts of `prompts`, cut to the shortest's length and further random ones."""
+    """Greedy text [FITTING_PROMPTS, T] to fit to: behind half of `prompts`, and behind random prompts. The rest stays unseen."""
     generator = torch.Generator().manual_seed(4000 + seed)
-    starts = torch.randint(0, MASK, (FITTING_PROMPTS, max(PROMPT_LENGTHS)), generator=generator)
-    starts[0] = prompts(seed)[-1][0]
-    return target.generate(starts, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None)
+    starts = prompts(seed)[1::2]
+    while len(starts) < FITTING_PROMPTS:
+        starts.append(torch.randint(0, MASK, (1, len(starts)), generator=generator))
+    length = max(PROMPT_LENGTHS) + NEW_TOKENS
+    return torch.cat(
+        [
+            target.generate(start, max_length=length, do_sample=False, pad_token_id=0, eos_token_id=None)
+            for start in starts
+        ]
+    )
 
 
 def fit(model: nn.Module, seed: int, length: int, loss_of: Callable[[int], torch.Tensor]) -> None:
@@ -98,10 +107,23 @@ def fit(model: nn.Module, seed: int, length: int, loss_of: Callable[[int], torch
     with torch.enable_grad():
         for _ in range(FITTING_STEPS):
             optimizer.zero_grad()
-            loss_of(choose.randrange(max(PROMPT_LENGTHS), length - BLOCK)).backward()
+            loss_of(choose.randrange(min(PROMPT_LENGTHS), length - BLOCK)).backward()
             optimizer.step()
     for parameter in parameters:
         parameter.data.copy_(parameter.data.to(torch.bfloat16))
+
+
+def stop_inside_a_block(runs: list[Run]) -> tuple[Run, int]:
+    """A run, and a token in it that first comes up inside a block of which more was accepted; else behind the first accepted draft."""
+    for inside in (1, 0):
+        for run in runs:
+            start = 1
+            for length in run.acceptance_lengths:
+                for at in range(start + inside, start + length - 1):
+                    if run.token_ids.index(run.token_ids[at]) == at:
+                        return run, run.token_ids[at]
+                start += length
+    raise RuntimeError("no token first comes up inside an accepted block; try another seed")
 
 
 def write(directory: Path, verifier: str, peers: dict[str, str], runs: list[Run], gaps: Gaps) -> None:

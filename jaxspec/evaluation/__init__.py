@@ -1,0 +1,1 @@
+"""Measuring drafters: acceptance, speed, exactness, and why acceptance is low."""
