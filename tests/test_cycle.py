@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_drafters import CONFIGS
-from test_drafters import config as drafter_config
 from tiny import tiny_config, tiny_decoder
 
 from jaxspec.config import LayerConfig
@@ -16,9 +15,7 @@ from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.profile import measure_steps_per_s
 from jaxspec.decoding.result import Result
-from jaxspec.drafters.base import Choose, Context, Proposal
 from jaxspec.drafters.build import build_drafter
-from jaxspec.layers.cache import KVCache
 
 VERIFIER = tiny_config()
 DECODER = tiny_decoder(VERIFIER)
@@ -26,25 +23,6 @@ V = VERIFIER.vocab_size
 rng = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in rng.integers(0, V, n)] for n in (1, 2, 5, 17, 30, 40, 9, 3)]
 K = 5
-
-
-class Scripted(nnx.Module):
-    """A drafter that drafts `rows[position of the anchor]`, whatever the features: oracle, junk and constant drafters."""
-
-    def __init__(self, table: np.ndarray):
-        self.config = drafter_config("dflash", vocab_size=V, draft_vocab_size=V, width=VERIFIER.width, taps=(1,))
-        self.config = replace(self.config, block=None)
-        self.table = nnx.Variable(jnp.asarray(table, jnp.int32))  # [positions, K]
-        self.vocabulary = nnx.Module()
-        self.vocabulary.target_ids = None
-
-    def prefill(self, context: Context, cache: KVCache) -> KVCache:
-        return cache.advance(context.count)
-
-    def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
-        cache = cache.advance(context.count)
-        ids = self.table[...][cache.length][:, :drafts]
-        return Proposal(ids, ids, None, None), cache
 
 
 def real_drafter(name: str) -> nnx.Module:
@@ -84,27 +62,6 @@ def plain() -> Engine:
 
 GREEDY = SamplingParams(max_new_tokens=64)
 SAMPLED = [SamplingParams(max_new_tokens=30, temperature=1.0, top_k=40, top_p=0.9, seed=i) for i in range(len(PROMPTS))]
-
-
-@pytest.mark.parametrize("kind", ["oracle", "junk", "constant"])
-def test_scripted_drafts_leave_greedy_output_unchanged(plain, kind):
-    prompt = PROMPTS[3]
-    (want,) = tokens_of(plain.generate([prompt], GREEDY))
-    whole = np.array(prompt + want + [0] * (K + 1))
-    table = np.full((256, K), 7)
-    if kind == "oracle":
-        for at in range(len(whole) - K):
-            table[at] = whole[at + 1 : at + 1 + K]
-    if kind == "junk":
-        table = np.random.default_rng(1).integers(0, V, (256, K))
-    (result,) = engine_with(Scripted(table)).generate([prompt], GREEDY)
-    assert list(result.token_ids) == want
-    drafting = result.speculative
-    if kind == "oracle":
-        assert drafting.cycles == -(-64 // (K + 1))
-        assert drafting.acceptance_per_position[0] == 1.0
-    else:
-        assert drafting.acceptance_length < 2
 
 
 @pytest.fixture(scope="module", params=["eagle3", "peagle", "dflash", "dspark", "dspark not from anchor"])

