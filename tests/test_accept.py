@@ -1,7 +1,5 @@
 """The acceptance rules by themselves, on distributions that are written down."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,6 @@ P, Q = rng.normal(0, 1.5, (K + 1, V)).astype(np.float32), rng.normal(0, 1.5, (K,
 judge = jax.jit(accept, static_argnums=4, compiler_options=QUICK_COMPILE)
 
 
-@cache
 def rows_of(params: SamplingParams) -> SamplingRows:
     return SamplingRows.of([params] * ROWS, range(ROWS))
 

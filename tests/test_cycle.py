@@ -10,6 +10,7 @@ from test_drafters import CONFIGS
 from tiny import tiny_config, tiny_decoder
 
 from jaxspec.config import LayerConfig
+from jaxspec.decoding import batch
 from jaxspec.decoding.cycle import Plan, verify_widths
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
@@ -142,3 +143,14 @@ def test_cut_drafts_shrink_verification_and_leave_output_unchanged(plain, plan):
 def test_the_cost_curve_covers_every_pass_of_the_largest_batch():
     curve = measure_steps_per_s(VERIFIER, DECODER, real_drafter("dspark"), K, verify_widths(K, True), 2)
     assert len(curve) == 2 * (K + 1) and min(curve) > 0
+
+
+def test_prompts_prefilled_in_several_calls_draft_the_same(drafting, monkeypatch):
+    def drafts(prompts: list[list[int]]) -> list[list[tuple[int, ...]]]:
+        results = engine_with(drafting).generate(prompts, replace(GREEDY, max_new_tokens=12))
+        return [[cycle.draft for cycle in result.cycles] for result in results]
+
+    whole = drafts(PROMPTS)
+    assert [drafts([prompt])[0] for prompt in PROMPTS[3:6]] == whole[3:6]
+    monkeypatch.setattr(batch, "MAX_PREFILL", 16)
+    assert drafts(PROMPTS) == whole

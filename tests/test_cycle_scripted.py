@@ -88,9 +88,7 @@ def test_eos_inside_an_accepted_block_stops_there(plain, scripted, answers):
     """At the first, a middle and the last place of the drafts, and as the bonus token (FAULTS 17)."""
     ends = stops(answers)
     assert {end % BLOCK for end in ends.values()} >= {0, 2, DRAFTS - 1, DRAFTS}
-    params = [
-        replace(GREEDY, stop_token_ids=(answers[row][ends[row]],) if row in ends else ()) for row in range(ROWS)
-    ]
+    params = [replace(GREEDY, stop_token_ids=(answers[row][ends[row]],) if row in ends else ()) for row in range(ROWS)]
     results = scripted.generate(oracle(answers), params)
     assert tokens_of(results) == tokens_of(plain.generate(PROMPTS, params))
     for row, end in ends.items():

@@ -58,12 +58,12 @@ def prefill(
     total = waiting.count + count
     last = jnp.maximum(total - 1, 0)
     draft_cache = drafter.prefill(Context(features, following, last), draft.cache)
-    # Without any row the anchor keeps its place.
-    token = jnp.where(total[:, None] > 0, take_rows(following, last, 1), waiting.tokens[:, :1])
+    # Without any row everything keeps its place: drafts must not depend on the padding.
+    some = total[:, None] > 0
+    feature = jnp.where(some[..., None], take_rows(features, last, 1), first[0])
+    token = jnp.where(some, take_rows(following, last, 1), first[1])
     kept = Context(
-        waiting.features.at[:, :1].set(take_rows(features, last, 1)),
-        waiting.tokens.at[:, :1].set(token),
-        jnp.minimum(total, 1),
+        waiting.features.at[:, :1].set(feature), waiting.tokens.at[:, :1].set(token), jnp.minimum(total, 1)
     )
     return cache, DraftState(draft_cache, kept)
 

@@ -68,8 +68,10 @@ def check_drafters(
     rows = min(power_of_two(draws), MOST_ROWS)
     while rows > 1 and rows * (drafts + 1) * models.config.vocab_size > MOST_LOGITS:
         rows //= 2
-    likely = runs[0].engine.generate([prompt], SamplingParams(max_new_tokens=drafts + 2, ignore_eos=True))[0]
-    sequence = [*prompt, *likely.token_ids]
+    judge = Judge(models.verifier.module)
+    sequence = list(prompt)
+    for _ in range(drafts + 1):
+        sequence.append(int(judge.logits(sequence).argmax()))
     oracle = Scripted(models.config, oracle_table([sequence] * rows, (rows, len(sequence), drafts)))
     ways: list[tuple[str, Drafter, Plan]] = []
     for run in runs[1:]:
@@ -80,7 +82,6 @@ def check_drafters(
                 for how in ("greedy", "drawn")
             ]
     ways.append((f"oracle drafts K={drafts}", oracle, Plan(drafts=drafts, widths=(drafts,))))
-    judge = Judge(models.verifier.module)
     checks = []
     for name, module, plan in ways:
         show(f"{name}: {draws} draws")

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.decoding.cycle import Plan, target_ids
+from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.result import Cycle, Result
 from jaxspec.drafters.base import Drafter
@@ -114,15 +115,15 @@ class Subject:
         system = self.system if chat == self.chat else None
         return encode(self.models.tokenizer, apply_chat(self.items, chat, system), thinking)
 
-    def run(self, prompts: Sequence[Sequence[int]], drafter: Drafter, models: Models | None = None) -> list[Result]:
-        """The prompts with a drafter in the place of this one."""
-        engine = (models or self.models).engine(drafter, self.plan, max_batch_size=self.batch_size)
-        return engine.generate(prompts, self.params)
+    def engine(self, drafter: Drafter, models: Models | None = None) -> Engine:
+        """With a drafter in the place of this one."""
+        return (models or self.models).engine(drafter, self.plan, max_batch_size=self.batch_size)
 
 
 def diagnose(subject: Subject, show: OnCompile) -> Diagnosis:
     """Try everything; `show` is told what is being tried."""
-    drafter, prompts = subject.drafter, subject.prompts(subject.chat)
+    drafter, prompts, params = subject.drafter, subject.prompts(subject.chat), subject.params
+    engine = subject.engine(drafter)
     trials: list[Trial] = []
 
     def attempt(name: str, advice: str, results: Callable[[], list[Result]]) -> list[Result]:
@@ -131,7 +132,7 @@ def diagnose(subject: Subject, show: OnCompile) -> Diagnosis:
         trials.append(Trial.of(name, advice, cycles_of(found)))
         return found
 
-    base = attempt("as given", "", lambda: subject.run(prompts, drafter))
+    base = attempt("as given", "", lambda: engine.generate(prompts, params))
     for shift in (-1, 1):
         name = f"tap ids {shift:+d}"
         taps = tuple(tap + shift for tap in drafter.config.taps)
@@ -141,22 +142,23 @@ def diagnose(subject: Subject, show: OnCompile) -> Diagnosis:
             )
             continue
         advice = f"the checkpoint's tap ids are off by one: {list(taps)} fits, not {list(drafter.config.taps)}"
-        attempt(name, advice, lambda taps=taps: subject.run(prompts, with_taps(drafter, taps)))
+        attempt(name, advice, lambda taps=taps: subject.engine(with_taps(drafter, taps)).generate(prompts, params))
     for name, other in _other_prompts(subject):
         if other == prompts:
             trials.append(Trial(name, note="the same prompts"))
             continue
         advice = f"the drafter was trained on prompts of this form: {name}"
-        attempt(name, advice, lambda other=other: subject.run(other, drafter))
+        attempt(name, advice, lambda other=other: engine.generate(other, params))
     if subject.reload is not None:
         dtype, reload = subject.reload
 
         def in_other_dtype() -> list[Result]:
             models, module = reload()
-            return subject.run(prompts, module, models)
+            return subject.engine(module, models).generate(prompts, params)
 
         attempt(f"dtype {dtype}", f"use --dtype {dtype}", in_other_dtype)
-    attempt("weights shuffled", "", lambda: subject.run(prompts, with_shuffled_weights(drafter)))
+    engine.programs.set_drafter(with_shuffled_weights(drafter))
+    attempt("weights shuffled", "", lambda: engine.generate(prompts, params))
     show(None)
     positions = by_position(cycles_of(base))
     vocabulary = expressible(drafter, base)

@@ -1,0 +1,282 @@
+"""The draft-then-verify cycle measured: what it costs besides the two models' forward passes, and against dflash's loop in torch.
+
+    python tools/bench_cycle.py [--model DIR] [--threads 2] [--rounds 3] [--json FILE]
+
+Drafters have random weights: a cycle costs the same whatever is accepted. Every figure is a ratio of medians whose runs took turns in
+this one process. torch and dflash are in the `reference` environment only (`make bench-cycle` runs it there); without them the comparison
+is left out and said to be.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_decode import prompt_ids, take_turns
+from flax import nnx
+
+from jaxspec.checkpoint.drafters.content import DrafterContent
+from jaxspec.checkpoint.drafters.export import save_drafter
+from jaxspec.checkpoint.drafters.load import load_drafter, own_shapes
+from jaxspec.checkpoint.drafters.parsed import VerifierFacts
+from jaxspec.checkpoint.load import LoadedVerifier, load_verifier
+from jaxspec.config import LayerConfig, VerifierConfig
+from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.engine import Engine
+from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.programs import Programs
+from jaxspec.decoding.state import DecodeState, Dispatch, Requests
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.build import build_drafter
+from jaxspec.drafters.config import (
+    BlockConfig,
+    ConfidenceConfig,
+    DrafterConfig,
+    EagleConfig,
+    MarkovConfig,
+    Method,
+)
+from jaxspec.evaluation.split import Split, measure_split
+
+METHODS: tuple[Method, ...] = ("eagle3", "peagle", "dflash", "dspark")
+LAYERS, DRAFT_VOCAB, MARKOV_RANK = 2, 8192, 256
+DRAFTS = 7  # K where nothing else is said
+FEW, MANY = 3, 15  # K of the growth of drafting; a block of 16
+NEW_TOKENS = 48
+BATCHES = (1, 8)
+CYCLES = 8  # a dispatch
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=1)
+
+
+def drafter_config(
+    verifier: VerifierConfig, method: Method, block: int, draft_vocab: int = DRAFT_VOCAB
+) -> DrafterConfig:
+    """A drafter of LAYERS layers as wide as the verifier's; `block` slots where it has them. The whole vocabulary is borrowed."""
+    eagle = method in ("eagle3", "peagle")
+    first = verifier.layers[0]
+
+    def layer(index: int) -> LayerConfig:
+        wide = 2 * verifier.width if eagle and index == 0 else None
+        attention = replace(first.attention, kv_source=index, qk_norm=not eagle, causal=eagle, in_width=wide)
+        return replace(first, attention=attention)
+
+    spark = method == "dspark"
+    heads = {"markov": MarkovConfig("vanilla", MARKOV_RANK), "confidence": ConfidenceConfig(True)} if spark else {}
+    reduced = draft_vocab < verifier.vocab_size
+    return DrafterConfig(
+        method=method,
+        vocab_size=verifier.vocab_size,
+        draft_vocab_size=draft_vocab,
+        width=verifier.width,
+        taps=(2, verifier.num_layers // 2, verifier.num_layers - 3),
+        layers=tuple(layer(index) for index in range(LAYERS)),
+        norm_eps=verifier.norm_eps,
+        max_positions=verifier.max_positions,
+        own_embed=False,
+        own_head=reduced,
+        mask_token=None if method == "eagle3" else verifier.vocab_size - 1,
+        eagle=EagleConfig(norm_before_residual=False) if eagle else None,
+        block=None if eagle else BlockConfig(block, sample_from_anchor=spark, **heads),
+    )
+
+
+def random_drafter(verifier: LoadedVerifier, method: Method, drafts: int, block: int) -> tuple[Drafter, Plan]:
+    """In memory, and the plan of a cycle of K = `drafts`, drawn like the verifier's tokens where those are drawn."""
+    config = drafter_config(verifier.config, method, block)
+    graph, state = nnx.split(build_drafter(config, rngs=nnx.Rngs(0)))
+    drafter = nnx.merge(graph, state)
+    drafter.vocabulary.embed.weight[...] = verifier.module.embed.weight[...]
+    return drafter, Plan(drafts=drafts, sample_drafts=True, widths=(drafts,))
+
+
+def engine_of(verifier: LoadedVerifier, method: Method, drafts: int, block: int = DRAFTS + 1) -> Engine:
+    drafter, plan = random_drafter(verifier, method, drafts, block)
+    return Engine(verifier.config, verifier.module, drafter, plan)
+
+
+def split_of(verifier: LoadedVerifier, engine: Engine, batch: int, params: SamplingParams) -> Split:
+    prompts = prompt_ids(batch, verifier.config.vocab_size)
+    return measure_split(engine, engine.generate(prompts, params), params)
+
+
+def splits(verifier: LoadedVerifier) -> dict[str, dict[str, float]]:
+    """Milliseconds of a cycle's parts, by drafter, batch and way of drawing."""
+    table = {}
+    for method in METHODS:
+        engine = engine_of(verifier, method, DRAFTS, DRAFTS if method == "dspark" else DRAFTS + 1)
+        for batch in BATCHES:
+            for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                split = split_of(verifier, engine, batch, params)
+                share = split.other_ms / split.cycle_ms
+                table[f"{method}, batch {batch}, {name}"] = {**asdict(split), "other_share": share}
+                print(
+                    f"{method:6}, batch {batch}, {name:7}: draft {split.draft_ms:6.1f} ms, verify {split.verify_ms:6.1f} ms, "
+                    f"other {split.other_ms:5.2f} ms, {share:.1%} of the cycle",
+                    flush=True,
+                )
+    return table
+
+
+def growth(verifier: LoadedVerifier) -> dict[str, dict[str, float]]:
+    """Milliseconds of drafting by K, and their ratio; a block of 16 whatever K is."""
+    table = {}
+    for method in METHODS:
+        block = MANY if method == "dspark" else MANY + 1
+        engines = {drafts: engine_of(verifier, method, drafts, block) for drafts in (FEW, MANY)}
+        ms = {drafts: split_of(verifier, engine, 1, GREEDY).draft_ms for drafts, engine in engines.items()}
+        table[method] = {f"K={FEW}": ms[FEW], f"K={MANY}": ms[MANY], "ratio": ms[MANY] / ms[FEW]}
+        print(
+            f"{method:6}: K={FEW} {ms[FEW]:6.1f} ms, K={MANY} {ms[MANY]:6.1f} ms, {ms[MANY] / ms[FEW]:.2f} times",
+            flush=True,
+        )
+    return table
+
+
+@contextmanager
+def dispatches_timed(waiting: list[float]) -> Iterator[None]:
+    """Dispatches of CYCLES cycles; `waiting` gets the seconds that the host waited for each."""
+    decode = Programs.decode
+
+    def timed(
+        programs: Programs, state: DecodeState, requests: Requests, cycles: int, logprobs: int | None = None
+    ) -> tuple[DecodeState, Dispatch]:
+        made = decode(programs, state, requests, cycles, logprobs)
+        start = time.perf_counter()
+        jax.block_until_ready(made)
+        waiting.append(time.perf_counter() - start)
+        return made
+
+    with (
+        mock.patch.object(Programs, "decode", timed),
+        mock.patch("jaxspec.decoding.engine.MAX_CYCLES", CYCLES),
+    ):
+        yield
+
+
+def host_share(verifier: LoadedVerifier, rounds: int) -> dict[str, float]:
+    """Share of the decoding time in which nothing ran on the device: launching a dispatch and taking in the last one's tokens."""
+    shares = {}
+    for batch in BATCHES:
+        engine = engine_of(verifier, "dflash", DRAFTS)
+        prompts = prompt_ids(batch, verifier.config.vocab_size)
+        engine.generate(prompts, GREEDY)
+        seen = []
+        for _ in range(rounds):
+            waiting: list[float] = []
+            with dispatches_timed(waiting):
+                result = engine.generate(prompts, GREEDY)[0]
+            seen.append(1 - sum(waiting) / result.timing.decode_s)
+        shares[f"batch {batch}"] = statistics.median(seen)
+        print(
+            f"host time between dispatches of {CYCLES} cycles, batch {batch}: {shares[f'batch {batch}']:.2%}",
+            flush=True,
+        )
+    return shares
+
+
+def zlab_drafter(verifier: LoadedVerifier, directory: Path) -> Path:
+    """A DFlash drafter with a block of 16 for the whole vocabulary, on disk as z-lab's users get it."""
+    config = drafter_config(verifier.config, "dflash", MANY + 1, verifier.config.vocab_size)
+    rng = np.random.default_rng(0)
+    parameters = {
+        path: np.ones(shape, np.float32) if len(shape) == 1 else (0.02 * rng.standard_normal(shape)).astype(np.float32)
+        for path, shape in own_shapes(config).items()
+    }
+    facts = VerifierFacts(verifier.path.name, ("LlamaForCausalLM",), verifier.config.num_layers)
+    save_drafter(directory / "drafter", DrafterContent(config, parameters, None, facts), "z-lab")
+    return directory / "drafter"
+
+
+def against_dflash(verifier: LoadedVerifier, threads: int, rounds: int) -> dict[str, float]:
+    """Tokens a second of one greedy answer with the same DFlash drafter, prefill included."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = zlab_drafter(verifier, Path(scratch))
+        loaded = load_drafter(path, verifier=verifier, dtype=jnp.float32)
+        engine = Engine(verifier.config, verifier.module, loaded.module, Plan(drafts=MANY, widths=(MANY,)))
+        (prompt,) = prompt_ids(1, verifier.config.vocab_size)
+        answers: dict[str, list[int]] = {}
+
+        def jaxspec_run() -> float:
+            start = time.perf_counter()
+            answers["jaxspec"] = list(engine.generate([prompt], GREEDY)[0].token_ids)
+            return NEW_TOKENS / (time.perf_counter() - start)
+
+        runs = {"jaxspec": jaxspec_run, "dflash": dflash_run(verifier.path, path, threads, prompt, answers)}
+        rates = take_turns(runs, rounds)
+    if answers["jaxspec"] != answers["dflash"]:
+        raise RuntimeError("the two loops' greedy answers differ")
+    return rates
+
+
+def dflash_run(
+    model: Path, drafter: Path, threads: int, prompt: list[int], answers: dict[str, list[int]]
+) -> Callable[[], float]:
+    """The same work by dflash_generate; `answers` gets what it makes."""
+    import torch
+    import transformers
+    from dflash.model import DFlashDraftModel, dflash_generate
+
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    target = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    peer = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+
+    def run() -> float:
+        start = time.perf_counter()
+        out = dflash_generate(peer, target, ids, NEW_TOKENS, None)
+        answers["dflash"] = out[0, ids.shape[1] :].tolist()
+        return NEW_TOKENS / (time.perf_counter() - start)
+
+    return run
+
+
+def main() -> int:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="model directory; default: the demo model")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads (JAX uses every core)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each figure")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    if args.model is None:
+        from jaxspec import demo
+
+        args.model = demo.ensure()
+    verifier = load_verifier(args.model, dtype=jnp.float32)
+
+    figures: dict[str, object] = {}
+    figures["growth_ms"] = grown = growth(verifier)
+    print(f"  K={MANY} over K={FEW} with dflash: {grown['dflash']['ratio']:.2f} (wanted: at most 1.5)")
+    figures["split_ms"] = table = splits(verifier)
+    worst = max((row["other_share"], name) for name, row in table.items() if "greedy" in name)
+    print(f"  neither drafter nor verifier, greedy: at most {worst[0]:.1%}, {worst[1]} (wanted: at most 5 %)")
+    figures["host_share"] = shares = host_share(verifier, args.rounds)
+    print(f"  at most {max(shares.values()):.2%} (wanted: below 2 %)")
+    if importlib.util.find_spec("torch") is not None and importlib.util.find_spec("dflash") is not None:
+        figures["tokens_per_s"] = rates = against_dflash(verifier, args.threads, args.rounds)
+        print(f"jaxspec {rates['jaxspec']:.1f} tokens/s, dflash in torch {rates['dflash']:.1f}, the same answer")
+        print(f"  {rates['jaxspec'] / rates['dflash']:.2f} x (wanted: 1.5)")
+    else:
+        print("torch and dflash are not installed here: run `make bench-cycle` for the comparison")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
