@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jitted import quick_programs
-from scripted_engine import PROMPTS, ROWS, SHAPE, ScriptedEngine, V, oracle, plain_engine, tokens_of
+from scripted_engine import DECODER, PROMPTS, ROWS, SHAPE, VERIFIER, ScriptedEngine, V, oracle, plain_engine, tokens_of
 from scripted_engine import K as DRAFTS
+from test_cycle import real_drafter
 
+from jaxspec.decoding.cycle import Plan
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.evaluation.scripted import constant_table, junk_table
@@ -58,6 +60,15 @@ def test_oracle_junk_and_constant_drafts_leave_greedy_output_unchanged(plain, sc
 @pytest.mark.slow
 def test_oracle_junk_and_constant_drafts_leave_256_tokens_unchanged(plain, scripted):
     check_unchanged(plain, scripted, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark", "dspark not from anchor"])
+def test_random_drafters_leave_256_tokens_unchanged(plain, name):
+    """`test_cycle.py` has 64 tokens of each."""
+    params = replace(GREEDY, max_new_tokens=256)
+    engine = Engine(VERIFIER, DECODER, real_drafter(name), Plan(drafts=DRAFTS, widths=(DRAFTS,)), max_batch_size=ROWS)
+    assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
 
 
 def test_every_row_accepts_its_own_number(scripted, answers):

@@ -148,6 +148,13 @@ class Batch:
         config = self._programs.drafter_config
         return None if config is None else Speculative.of(config.method, self._programs.plan.drafts, cycles)
 
+    def shapes(self) -> tuple[int, int, frozenset[int]]:
+        """Rows, capacity and prefill widths. With equal parameters, batches of equal shapes run the same programs."""
+        most = max(len(request.prompt) - 1 for request in self._requests)
+        widths = {power_of_two(min(most - start, MAX_PREFILL), MIN_PREFILL) for start in range(0, most, MAX_PREFILL)}
+        longest = max(len(request.prompt) + request.limit for request in self._requests)
+        return self._rows, self._programs.capacity(longest), frozenset(widths)
+
     def start(self) -> tuple[DecodeState, Requests]:
         """Prefill everything but each prompt's last token, and make the state in front of the first one."""
         missing = self._rows - len(self._requests)

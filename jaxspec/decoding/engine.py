@@ -161,13 +161,14 @@ class Engine:
         assert len(requests) <= self._max_batch_size
         return self._batch(requests).start()
 
-    def warm_up(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> None:
-        """Compile what `generate` needs for these arguments, and run the first cycle of every batch.
+    def warm_up(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Compile what `generate` needs for these arguments, and run each program once.
 
         Args and errors: as for `generate`.
         """
-        for members in self._in_batches(self._requests(prompts, params)):
-            next(self._batch(members).run(1))
+        batches = [self._batch(members) for members in self._in_batches(self._requests(prompts, params))]
+        for batch in {batch.shapes(): batch for batch in batches}.values():
+            next(batch.run(1))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -62,9 +62,7 @@ def prefill(
     some = total[:, None] > 0
     feature = jnp.where(some[..., None], take_rows(features, last, 1), first[0])
     token = jnp.where(some, take_rows(following, last, 1), first[1])
-    kept = Context(
-        waiting.features.at[:, :1].set(feature), waiting.tokens.at[:, :1].set(token), jnp.minimum(total, 1)
-    )
+    kept = Context(waiting.features.at[:, :1].set(feature), waiting.tokens.at[:, :1].set(token), jnp.minimum(total, 1))
     return cache, DraftState(draft_cache, kept)
 
 

@@ -143,7 +143,7 @@ def diagnose(subject: Subject, show: OnCompile) -> Diagnosis:
             continue
         advice = f"the checkpoint's tap ids are off by one: {list(taps)} fits, not {list(drafter.config.taps)}"
         attempt(name, advice, lambda taps=taps: subject.engine(with_taps(drafter, taps)).generate(prompts, params))
-    for name, other in _other_prompts(subject):
+    for name, other in other_prompts(subject):
         if other == prompts:
             trials.append(Trial(name, note="the same prompts"))
             continue
@@ -238,7 +238,7 @@ def with_shuffled_weights(drafter: Drafter) -> Drafter:
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def _other_prompts(subject: Subject) -> list[tuple[str, list[list[int]]]]:
+def other_prompts(subject: Subject) -> list[tuple[str, list[list[int]]]]:
     """The prompts in every other form that the tokenizer has."""
     tokenizer = subject.models.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:

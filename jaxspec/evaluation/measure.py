@@ -88,7 +88,7 @@ def measure(
 ) -> list[Measurement]:
     """Run everything.
 
-    All programs are compiled, and every batch's first cycle is run, before the first measurement. Then the runs take turns batch by
+    All programs are compiled, and run once, before the first measurement. Then the runs take turns batch by
     batch, another one beginning each time, so that a machine that slows down slows all of them.
 
     Args:
