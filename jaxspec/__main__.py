@@ -10,7 +10,7 @@ from jaxspec.version import __version__
 _DESCRIPTIONS = {
     "generate": "generate text with a verifier, and a drafter where there is one",
     "train": "train a drafter for a verifier",
-    "convert": "convert drafter checkpoints between formats",
+    "convert": "convert verifiers and drafters between formats",
     "evaluate": "measure acceptance, speed and exactness",
     "serve": "serve an OpenAI-compatible HTTP API",
 }

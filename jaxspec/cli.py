@@ -76,6 +76,19 @@ def run(name: str, main: Callable[[list[str]], None], argv: list[str] | None = N
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """End the process with what `run` returned.
+
+    After Ctrl-C a dispatched program may still be running on XLA's threads; taking the interpreter apart under it can crash the process,
+    so that case skips the taking apart.
+    """
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def warn(name: str, message: object) -> None:
     """A warning on stderr, in one line that the command's name begins."""
     print(f"{name}: warning: {one_line(message)}", file=sys.stderr)
@@ -90,7 +103,7 @@ def writable(flag: str, name: str) -> Path:
     """The file that a flag names, made now if it isn't there, so that it is refused before the work and not after it."""
     path = Path(name)
     try:
-        path.touch()
+        path.open("a").close()
     except OSError as error:
         raise InputError(f"{flag} {name}: cannot be written: {error.strerror}") from error
     return path

@@ -1,14 +1,13 @@
 """`python -m jaxspec.evaluate`: acceptance, speed and exactness of drafters, by one command."""
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import Parser, ShowProgress, progress, run, warn, writable
+from jaxspec.cli import Parser, ShowProgress, leave, progress, run, warn, writable
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.errors import CheckFailed, InputError
@@ -309,4 +308,4 @@ def _doctor(
 
 
 if __name__ == "__main__":
-    sys.exit(run(NAME, main))
+    leave(run(NAME, main))

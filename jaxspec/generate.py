@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxspec.cli import Parser, ShowProgress, progress, run, writable
+from jaxspec.cli import Parser, ShowProgress, leave, progress, run, writable
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import METHODS, SpeculativeConfig
 from jaxspec.errors import InputError
@@ -40,6 +40,8 @@ def main(argv: list[str]) -> None:
     trace = None if args.trace is None else writable("--trace", args.trace)
     with progress() as show:
         engine = _load(args, speculation, show)
+        if engine.tokenizer is None and args.output == "text":
+            raise InputError("the model has no tokenizer, so there is no text to print; use --output json")
         chat = args.chat
         if chat is None:
             chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
@@ -301,4 +303,4 @@ def _print_stats(results: "Sequence[Result]") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(NAME, main))
+    leave(run(NAME, main))

@@ -111,6 +111,12 @@ def test_stdin_is_the_prompt_where_there_is_no_other(model, capsys, monkeypatch)
         (["a", "--draft-sample-method", "both"], "argument --draft-sample-method: invalid choice: 'both'"),
         (["a", "--confidence-threshold", "1.5"], "confidence_threshold is 1.5; it must be a number from 0 to 1"),
         (["a", "--trace", "/no/such/dir/t.jsonl"], "--trace /no/such/dir/t.jsonl: cannot be written: No such file"),
+        (["a", "--trace", "/"], "--trace /: cannot be written: Is a directory"),
+        (["a", "--drafter", ""], "the path is empty; a directory, a hub id or a .gguf file is wanted"),
+        (
+            ["a", "--drafter", "/", "--speculative-config", '{"revision": "main"}'],
+            "/: is local and has no revision 'main'; only a hub id has one",
+        ),
         (["a", "--mesh", "tensor=2"], "--mesh tensor=2 is not supported yet"),
         (["a", "--kernels", "triton"], "--kernels triton is not supported yet; leave it out or give xla"),
         (["a", "--model", "/no/such/dir"], "/no/such/dir"),
@@ -192,7 +198,9 @@ def test_chat_without_a_template_and_text_without_a_tokenizer_are_refused(tmp_pa
     assert generate("--model", plain, "a", "--chat") == BAD_INPUT
     assert "need a chat template" in capsys.readouterr().err
     bare = str(write_model(tmp_path / "bare", tokenizer=False))
-    assert generate("--model", bare, "a") == BAD_INPUT
+    assert generate("--model", bare, "--prompt-ids", "1,2") == BAD_INPUT
+    assert "the model has no tokenizer, so there is no text to print; use --output json" in capsys.readouterr().err
+    assert generate("--model", bare, "a", "--output", "json") == BAD_INPUT
     assert "no tokenizer; give token ids" in capsys.readouterr().err
     broken = write_model(tmp_path / "broken")
     (broken / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
@@ -288,3 +296,13 @@ def test_ctrl_c_in_a_real_process_keeps_the_text(model):
         pytest.skip("the process was done before the signal came")
     assert (process.returncode, err) == (INTERRUPTED, b"jaxspec.generate: interrupted\n")
     assert first + out
+
+
+def test_drafter_none_decodes_plainly_whatever_the_config_says(model, capsys):
+    config = '{"model": "/no/such/drafter", "num_speculative_tokens": 3}'
+    arguments = ("--model", model, "--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--output", "json")
+    assert generate(*arguments) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert generate(*arguments, "--drafter", "none", "--speculative-config", config) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["token_ids"] == plain["token_ids"] and answer["speculative"] is None

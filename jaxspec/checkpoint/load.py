@@ -126,11 +126,15 @@ def open_verifier(path_or_id: str | Path) -> OpenedVerifier:
     return _open_orbax(path) if is_orbax(path) else _open_directory(path)
 
 
-def resolve(path_or_id: str | Path) -> Path:
-    """A local directory or .gguf file; a hub id is looked up in the cache or downloaded. Raises InputError where there
-    is neither.
+def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+    """A local directory or .gguf file; a hub id, at a branch, tag or commit if `revision` names one, is looked up in the cache or
+    downloaded. Raises InputError where there is neither, and for a revision of what is no hub id.
     """
+    if not str(path_or_id):
+        raise InputError("the path is empty; a directory, a hub id or a .gguf file is wanted")
     path = Path(path_or_id).expanduser()
+    if path.exists() and revision is not None:
+        raise InputError(f"{path}: is local and has no revision {revision!r}; only a hub id has one")
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
@@ -138,7 +142,7 @@ def resolve(path_or_id: str | Path) -> Path:
     if path.is_absolute() or len(path.parts) != 2 or path.suffix == ".gguf" or path.parts[0] in (".", "..", "~"):
         raise InputError(f"{path_or_id}: no such directory or file, and not a hub id of the form owner/name")
     try:
-        return Path(snapshot_download(str(path_or_id), allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=_HUB_FILES))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"{path_or_id}: not a directory, and not found in the hub or its cache: {reason}") from error

@@ -95,7 +95,7 @@ class Engine:
 
         Args:
             model: where the verifier is.
-            drafter: where the drafter is; None or "none" decodes plainly, unless the speculative config names one.
+            drafter: where the drafter is; "none" decodes plainly, None also, unless the speculative config names one.
             speculative_config: vLLM's keys, as a mapping, a JSON text, a JSON file's path, or parsed (`SpeculativeConfig`).
             mesh: not supported yet; anything but None is refused.
             dtype: float32 or bfloat16 for weights and cache; None takes float32 on CPUs, else the checkpoint's own.
@@ -110,8 +110,9 @@ class Engine:
         asked = _speculative_config(speculative_config)
         if drafter is None:
             drafter = asked.model
-        drafter = None if drafter == "none" else drafter
-        if drafter is None and asked != SpeculativeConfig():
+        if drafter == "none":
+            drafter, asked = None, SpeculativeConfig(max_model_len=asked.max_model_len)
+        if drafter is None and asked != SpeculativeConfig(max_model_len=asked.max_model_len):
             raise InputError(
                 "speculation is asked for, but there is no drafter: give --drafter, or model in the config"
             )
@@ -123,7 +124,7 @@ class Engine:
         if asked.max_model_len is not None:
             config = replace(config, max_positions=min(config.max_positions, asked.max_model_len))
         if drafter is not None:
-            opened = load_drafter(drafter, verifier=loaded, dtype=dtype)
+            opened = load_drafter(drafter, verifier=loaded, dtype=dtype, revision=asked.revision)
             module, plan = opened.module, make_plan(asked, opened.config)
             if asked.enable_adaptive_verification:
                 curve = measure_steps_per_s(

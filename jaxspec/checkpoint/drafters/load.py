@@ -97,10 +97,11 @@ def load_drafter(
     *,
     verifier: LoadedVerifier | None,
     dtype: DTypeLike | None = None,
+    revision: str | None = None,
     progress: Progress | None = None,
     place: Place | None = None,
 ) -> LoadedDrafter:
-    """Loads a checkpoint directory or a hub id; its format is found from its config and tensors.
+    """Loads a checkpoint directory or a hub id, at `revision` if given; its format is found from its config and tensors.
 
     verifier: the model it drafts for; None only for drafters that hold an embedding and a head of their own. dtype: float32 or
     bfloat16; None takes the verifier's. place: where a finished parameter goes, by default `jax.device_put`.
@@ -108,7 +109,7 @@ def load_drafter(
     Raises InputError, one line, for everything that is wrong with the path, the config or the weights, and for a drafter of another
     verifier.
     """
-    opened = open_drafter(path_or_id, None if verifier is None else verifier.config.num_layers)
+    opened = open_drafter(path_or_id, None if verifier is None else verifier.config.num_layers, revision)
     config = opened.config
     if verifier is not None:
         check_verifier(config, opened.verifier.num_layers, verifier.config, str(opened.path))
@@ -147,12 +148,14 @@ def load_drafter(
     )
 
 
-def open_drafter(path_or_id: str | Path, verifier_layers: int | None = None) -> OpenedDrafter:
+def open_drafter(
+    path_or_id: str | Path, verifier_layers: int | None = None, revision: str | None = None
+) -> OpenedDrafter:
     """Reads a checkpoint's config, finds its format, and ties its tensors to parameters without reading them.
 
     verifier_layers: the verifier's L, needed for drafters that name no tap layers. Raises InputError for everything that is wrong.
     """
-    path = resolve(path_or_id)
+    path = resolve(path_or_id, revision)
     if path.is_file():
         raise InputError(f"{path}: a drafter is a directory or a hub id, not a .gguf file")
     if is_orbax(path):

@@ -206,10 +206,14 @@ def _written_block(config: DrafterConfig, block: BlockConfig) -> dict[str, Any]:
 def _speculative_tokens(fields: Fields) -> int | None:
     if fields.get("speculators_config") is None:
         return None
-    methods = fields.section("speculators_config").get("proposal_methods")
-    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+    section = fields.section("speculators_config")
+    methods, default = section.get("proposal_methods"), section.get("default_proposal_method")
+    if not isinstance(methods, list) or not methods or not all(isinstance(method, dict) for method in methods):
         return None
-    proposal = Fields(methods[0], f"{fields.where} speculators_config proposal_methods")
+    named = [method for method in methods if default in (None, method.get("proposal_type"))]
+    if not named:
+        raise section.error("default_proposal_method", f"is {default!r}, which is none of its proposal_methods")
+    proposal = Fields(named[0], f"{fields.where} speculators_config proposal_methods")
     return None if proposal.get("speculative_tokens") is None else proposal.integer("speculative_tokens")
 
 

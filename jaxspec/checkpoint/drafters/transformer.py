@@ -37,6 +37,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
     "attention_modes": (),
     "attention_sink_bias": (False,),
+    "attention_sinks": (False,),
     "attention_value_scale": (1, 1.0),
     "bias": (False,),
     "conv_group_size": (),
