@@ -1,6 +1,6 @@
 """The demo model's greedy tokens by transformers + torch, for tests/test_demo.py. Runs in the reference environment.
 
-    python tools/make_demo_golden.py DEMO_DIRECTORY
+python tools/make_demo_golden.py DEMO_DIRECTORY
 """
 
 import json
@@ -33,7 +33,9 @@ def main(directory: str) -> None:
                 max_new_tokens=NEW_TOKENS,
                 min_new_tokens=NEW_TOKENS,
             )
-        cases.append({"prompt": text, "prompt_ids": prompt[0].tolist(), "token_ids": out[0, prompt.shape[1] :].tolist()})
+        cases.append(
+            {"prompt": text, "prompt_ids": prompt[0].tolist(), "token_ids": out[0, prompt.shape[1] :].tolist()}
+        )
     peers = {"torch": torch.__version__, "transformers": transformers.__version__}
     OUT.write_text(json.dumps({"peers": peers, "cases": cases}) + "\n")
 
