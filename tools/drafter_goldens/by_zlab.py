@@ -187,5 +187,8 @@ def generate(model: DFlashDraftModel, target: PreTrainedModel, seed: int, gaps: 
         gaps.watch(target, "forward", lambda output: output.logits),
     ):
         runs = [one(prompt, []) for prompt in loops.prompts(seed)]
-        run, stop = loops.stop_inside_a_block(runs)
-        return [*runs, one(torch.tensor([run.prompt_ids]), [stop])]
+        stopping = loops.stop_inside_a_block(runs)
+        if stopping is not None:
+            run, stop = stopping
+            runs.append(one(torch.tensor([run.prompt_ids]), [stop]))
+    return runs
