@@ -11,11 +11,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxspec.config import AttentionConfig
 from jaxspec.drafters.config import DrafterConfig
+from jaxspec.layers.argmax import argmax
 from jaxspec.layers.cache import KVCache
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
@@ -78,7 +78,7 @@ class Drafter(Protocol):
 def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
     """The `Choose` of greedy drafting: the most likely token, a point mass."""
     del slot
-    return lax.argmax(logits, logits.ndim - 1, jnp.int32), None
+    return argmax(logits), None
 
 
 class DraftVocabulary(nnx.Module):

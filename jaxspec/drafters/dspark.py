@@ -50,21 +50,18 @@ class DSpark(DFlash):
 
     def heads(self, features: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """`logits`, and the confidence head's logits float32 [B, size] (None without one)."""
-        hidden = self.block_hidden(features, tokens[:, 0])
-        base = self.vocabulary.logits(hidden)
-        previous = tokens if self.block.sample_from_anchor else jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
-        state = self._empty_state(hidden)
-        logits, confidences = [], []
-        for slot in range(self.block.size):
-            h, biased, embedded = hidden[:, slot], base[:, slot], None
-            if self.markov is not None:
-                embedded = self.markov.embed_token(previous[:, slot])
-                bias, state = self.markov.step(embedded, h, state)
-                biased = biased + bias
-            logits.append(biased)
-            if self.confidence is not None:
-                confidences.append(self.confidence(h, embedded, None))
-        return jnp.stack(logits, axis=1), jnp.stack(confidences, axis=1) if confidences else None
+        return self.teacher_forced(self.block_hidden(features, tokens[:, 0]), tokens)
+
+    def teacher_forced(self, hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """hidden [B, size, D] of a block and its true tokens int32 [B, size], the anchor first -> logits float32 [B, size, Vd] and the
+        confidence head's float32 [B, size]: what each slot gives when all tokens before it are as in `tokens`."""
+        logits, embedded = self.vocabulary.logits(hidden), None
+        if self.markov is not None:
+            anchor_first = self.block.sample_from_anchor
+            previous = tokens if anchor_first else jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
+            embedded = self.markov.embed_token(previous)  # [B, size, r]
+            logits = logits + self.markov.biases(embedded, hidden, self._empty_state(hidden))
+        return logits, None if self.confidence is None else self.confidence(hidden, embedded, None)
 
     def _empty_state(self, hidden: jax.Array) -> jax.Array:
         rank = 0 if self.markov is None else self.markov.config.rank
@@ -99,11 +96,21 @@ class MarkovHead(nnx.Module):
         )
 
     def embed_token(self, token: jax.Array) -> jax.Array:
-        """Verifier ids int32 [B] -> [B, r]."""
+        """Verifier ids int32 [...] -> [..., r]."""
         return self.w1(token)
 
+    def biases(self, embedded: jax.Array, hidden: jax.Array, state: jax.Array) -> jax.Array:
+        """All slots of a block at once: embedded [B, size, r], hidden [B, size, D], state [B, r] -> float32 [B, size, Vd]."""
+        if self.joint is None:
+            return self.step(embedded, hidden, state)[0]
+        biases = []
+        for slot in range(hidden.shape[1]):
+            bias, state = self.step(embedded[:, slot], hidden[:, slot], state)
+            biases.append(bias)
+        return jnp.stack(biases, axis=1)
+
     def step(self, embedded: jax.Array, hidden: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One slot: the previous token's embedding [B, r], hidden [B, D], state [B, r] -> bias float32 [B, Vd], next state."""
+        """One slot: the previous token's embedding [..., r], hidden [..., D], state [B, r] -> bias float32 [..., Vd], next state."""
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, embedded], axis=-1)))
             return self.w2(gate * embedded).astype(jnp.float32), state
@@ -127,14 +134,14 @@ class ConfidenceHead(nnx.Module):
         )
 
     def __call__(self, hidden: jax.Array, embedded: jax.Array | None, slot: int | None) -> jax.Array:
-        """hidden [B, D], the previous token's embedding [B, r] -> float32 [B]. `slot` divides by that slot's calibrated temperature;
+        """hidden [..., D], the previous token's embedding [..., r] -> float32 [...]. `slot` divides by that slot's calibrated temperature;
         None leaves the raw logit."""
         features = hidden
         if self.config.with_markov:
             if embedded is None:
                 raise ValueError("the confidence head sees the sequential head's embedding, and there is none")
             features = jnp.concatenate([hidden, embedded], axis=-1)
-        logit = self.projection(features)[:, 0].astype(jnp.float32)
+        logit = self.projection(features)[..., 0].astype(jnp.float32)
         if slot is None or not self.config.temperatures:
             return logit
         return logit / self.config.temperatures[slot]

@@ -120,12 +120,20 @@ class FirstLayer(nnx.Module):
         self, embedded: jax.Array, fused: jax.Array, positions: jax.Array, k_entry: jax.Array, v_entry: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """embedded and fused [B, T, D]; the rest as in `DecoderLayer`."""
+        x, y = self.pair(embedded, fused)
+        k_entry, v_entry = self.attention.write(y, positions, k_entry, v_entry)
+        return self.finish(x, self.attention.attend(y, positions, k_entry, v_entry)), k_entry, v_entry
+
+    def pair(self, embedded: jax.Array, fused: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """embedded and fused [B, T, D] -> the residual stream [B, T, D] and the attention's input [B, T, 2 D]."""
         normed = self.hidden_norm(fused)
         y = jnp.concatenate([self.input_norm(embedded), normed], axis=-1)
-        k_entry, v_entry = self.attention.write(y, positions, k_entry, v_entry)
-        x = normed if self.norm_before_residual else fused
-        x = x + self.attention.attend(y, positions, k_entry, v_entry)
-        return x + self.mlp(self.mlp_norm(x)), k_entry, v_entry
+        return normed if self.norm_before_residual else fused, y
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """As in `DecoderLayer`."""
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def eagle_config(config: DrafterConfig) -> EagleConfig:

@@ -72,13 +72,18 @@ class DecoderLayer(nnx.Module):
         y = self.input_norm(x)
         if self.attention.k is not None:
             k_entry, v_entry = self.attention.write(y, positions, k_entry, v_entry)
-        x = x + _maybe(self.post_attention_norm, self.attention.attend(y, positions, k_entry, v_entry))
+        attended = self.attention.attend(y, positions, k_entry, v_entry)
+        return self.finish(x, attended, per_layer_input), k_entry, v_entry
+
+    def finish(self, x: jax.Array, attended: jax.Array, per_layer_input: jax.Array | None = None) -> jax.Array:
+        """The layer behind its attention: x and what was attended for its normed self, both [B, T, D] -> x after the layer."""
+        x = x + _maybe(self.post_attention_norm, attended)
         x = x + _maybe(self.post_mlp_norm, self.feed_forward(x))
         if self.per_layer is not None and per_layer_input is not None:
             x = x + self.per_layer(x, per_layer_input)
         if self.scalar is not None:
             x = x * self.scalar[...][:, None, None]
-        return x, k_entry, v_entry
+        return x
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """The normed MLP, experts, or both side by side: [B, T, D] -> [B, T, D], before the residual addition."""

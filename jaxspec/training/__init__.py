@@ -1,0 +1,1 @@
+"""Training of drafters: data, features, objectives, the trainer."""

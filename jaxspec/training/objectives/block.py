@@ -1,0 +1,210 @@
+"""Training of DFlash and DSpark: blocks at random anchors, each denoised from the context before it (SPEC 3e, 4e)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import AttentionConfig
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dspark import DSpark
+from jaxspec.layers.decoder_layer import DecoderLayer
+from jaxspec.training import losses
+from jaxspec.training.anchors import choose_anchors
+from jaxspec.training.attention import Span, two_part_attention
+from jaxspec.training.batch import Batch, Features
+from jaxspec.training.objectives.base import (
+    Labels,
+    Metrics,
+    Target,
+    document_start,
+    expected,
+    same_document,
+    take,
+)
+
+Decay = Literal["fixed", "dpace", "none"]
+
+
+@dataclass(frozen=True)
+class BlockObjective:
+    """DFlash's and DSpark's objective.
+
+    Fields:
+        size: B, slots of a block.
+        sample_from_anchor: whether the anchor's slot drafts too.
+        anchors: A, blocks a row.
+        mixture: losses and their weights; with labels "data", "ce" is on the data's token.
+        decay: how slots weigh: exp(-k / gamma) ("fixed"), by D-PACE with `alpha`, or alike ("none").
+        labels: what a slot learns.
+        normalise: divide by the number of slots, or by the sum of their fixed weights (DeepSpec).
+        confidence: weight of the confidence head's cross-entropy; 0 leaves it out.
+        chunk: blocks that attend at a time; None: all (`two_part_attention`).
+    """
+
+    size: int
+    sample_from_anchor: bool
+    anchors: int = 512
+    mixture: Mapping[str, float] | None = None
+    decay: Decay = "dpace"
+    gamma: float = 4.0
+    alpha: float = 0.5
+    labels: Labels = "verifier"
+    normalise: Literal["slots", "weights"] = "slots"
+    confidence: float = 0.0
+    chunk: int | None = None
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("loss", "confidence") if self.confidence else ("loss",)
+
+    @property
+    def first(self) -> int:
+        """The first slot that drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    def choose(self, key: jax.Array, batch: Batch) -> jax.Array:
+        """Anchors int32 [B, A], -1 for none."""
+        return choose_anchors(key, batch, self.anchors)
+
+    def weights(self, batch: Batch, choices: jax.Array) -> jax.Array:
+        """See `Objective`."""
+        counts = self.counts(batch, choices).astype(jnp.float32)
+        if self.normalise == "weights":
+            counts = counts * losses.fixed_decay(self.size, self.gamma, self.first)[None, None]
+        return jnp.broadcast_to(jnp.sum(counts), (len(self.terms),))
+
+    def counts(self, batch: Batch, anchors: jax.Array) -> jax.Array:
+        """anchors int32 [B, A] -> bool [B, A, size]: slots that count. All of a slot's block up to it lies in the anchor's document."""
+        source, label = self.indices(anchors)
+        drafting = jnp.arange(self.size)[None, None] >= self.first
+        # speculators masks by the slot's own index, which with sample_from_anchor is the token it starts from; DeepSpec by the label.
+        masked = label if self.labels == "data" else self.slots(anchors)
+        here = jnp.broadcast_to(anchors[..., None], source.shape)
+        good = same_document(batch, here, masked) & same_document(batch, here, source) & take(batch.loss_mask, masked)
+        if self.labels == "data":
+            good = jnp.cumprod(good | ~drafting, axis=-1).astype(bool)
+        return good & drafting & (anchors[..., None] >= 0)
+
+    def slots(self, anchors: jax.Array) -> jax.Array:
+        """anchors int32 [B, A] -> index of every slot, int32 [B, A, size]."""
+        return anchors[..., None] + jnp.arange(self.size, dtype=jnp.int32)[None, None]
+
+    def indices(self, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """anchors int32 [B, A] -> for every slot the index whose verifier logits it learns, and that of its token, int32 [B, A, size]."""
+        slot = self.slots(anchors)
+        return (slot, slot + 1) if self.sample_from_anchor else (slot - 1, slot)
+
+    def sums(
+        self, drafter: DFlash, target: Target, batch: Batch, features: Features, choices: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        """See `Objective`."""
+        counts = self.counts(batch, choices)[..., self.first :]
+        source, label = (index[..., self.first :] for index in self.indices(choices))
+        logits, confidence = self.heads(drafter, batch, features, choices)
+        wanted = target.logits(take(features.last, source))  # [B, A, S, Vd]
+        tokens = take(batch.tokens, label)
+        weight = (
+            counts.astype(jnp.float32) * losses.fixed_decay(self.size, self.gamma, self.first)[None, None, self.first :]
+        )
+        total = jnp.float32(0)
+        for name, coefficient in (self.mixture or {"ce": 1.0}).items():
+            if name == "ce" and self.labels == "data":
+                labels = target.labels(tokens)
+                element = jnp.where(labels >= 0, losses.ce_on_labels(logits, labels), 0.0)
+            else:
+                element = losses.position_loss(name, logits, wanted)
+            if self.decay == "dpace":
+                element = element * losses.dpace(element, counts, self.alpha)
+            elif self.decay == "fixed":
+                element = element * weight
+            total = total + coefficient * jnp.sum(jnp.where(counts, element, 0.0))
+        sums = [total]
+        if self.confidence:
+            assert confidence is not None, "this drafter has no confidence head"
+            accept = jax.lax.stop_gradient(losses.acceptance(logits, wanted))
+            element = -accept * jax.nn.log_sigmoid(confidence) - (1 - accept) * jax.nn.log_sigmoid(-confidence)
+            sums.append(self.confidence * jnp.sum(jnp.where(counts, element * weight, 0.0)))
+        right = jnp.argmax(logits, axis=-1) == expected(target, tokens, wanted, self.labels)
+        return jnp.stack(sums), Metrics.of(right, counts)
+
+    def accepts(self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
+        """See `Objective`."""
+        _, label = (index[..., self.first :] for index in self.indices(anchors))
+        logits, _ = self.heads(drafter, batch, features, anchors)
+        drafts = drafter.vocabulary.to_verifier(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        here = jnp.broadcast_to(anchors[..., None], label.shape)
+        return (drafts == take(batch.tokens, label)) & same_document(batch, here, label)
+
+    def heads(
+        self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Logits float32 [B, A, S, Vd] and confidence logits [B, A, S] of the slots that draft, the data's tokens before them."""
+        hidden = self.denoise(drafter, batch, features, anchors)  # [B, A, size, D]
+        if not isinstance(drafter, DSpark):
+            return drafter.vocabulary.logits(hidden[:, :, self.first :]), None
+        tokens = take(batch.tokens, self.slots(anchors))
+        flat = (hidden.reshape(-1, *hidden.shape[2:]), tokens.reshape(-1, self.size))
+        logits, confidence = drafter.teacher_forced(*flat)
+        logits = logits.reshape(*hidden.shape[:3], -1)[:, :, self.first :]
+        if confidence is not None:
+            confidence = confidence.reshape(hidden.shape[:3])[:, :, self.first :]
+        return logits, confidence
+
+    def denoise(self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
+        """Hidden [B, A, size, D] after the final norm, of blocks at anchors int32 [B, A]. A block sees its document's context strictly
+        before its anchor, and itself."""
+        rows, blocks = anchors.shape
+        size = self.size
+        here = jnp.maximum(anchors, 0)
+        anchor = take(batch.tokens, here)
+        masks = jnp.full((rows, blocks, size - 1), drafter.mask_token, jnp.int32)
+        tokens = jnp.concatenate([anchor[..., None], masks], axis=-1)
+        slot = jnp.arange(size, dtype=jnp.int32)[None, None]
+        positions = (take(batch.positions, here)[..., None] + slot).reshape(rows, -1)
+        context = drafter.hidden_norm(drafter.fc(features.taps))  # [B, T, D]
+        x = drafter.vocabulary.embed(tokens.reshape(rows, -1)).astype(context.dtype)  # [B, A * size, D]
+
+        def blocked(y: jax.Array) -> jax.Array:
+            return y.reshape(rows, blocks, size, *y.shape[2:])
+
+        for each in drafter.layers:
+            layer = cast(DecoderLayer, each)
+            attention = layer.attention
+            y = layer.input_norm(x)
+            k, v = attention.keys_values(y, positions)
+            attended = two_part_attention(
+                blocked(attention.queries(y, positions)),
+                attention.keys_values(context, batch.positions),
+                context_span(batch, here, anchors >= 0, size, attention.config),
+                (blocked(k), blocked(v)),
+                block_mask(size, attention.config),
+                scale=attention.config.scale,
+                softcap=attention.config.softcap,
+                chunk=self.chunk,
+            )
+            x = layer.finish(x, attention.o(attended.reshape(rows, blocks * size, *attended.shape[3:])))
+        return blocked(drafter.norm(x))
+
+
+def context_span(batch: Batch, anchors: jax.Array, valid: jax.Array, size: int, config: AttentionConfig) -> Span:
+    """What the slots of blocks at anchors int32 [B, A] see of the context: their document before the anchor, within the window."""
+    first = jnp.broadcast_to(document_start(batch, anchors)[..., None], (*anchors.shape, size))
+    if config.window is not None:
+        if config.window_from_block:
+            reach = (anchors - config.window)[..., None]
+        else:
+            reach = anchors[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None] - config.window + 1
+        first = jnp.maximum(first, reach)
+    return Span(first, jnp.where(valid, anchors, 0)[..., None])
+
+
+def block_mask(size: int, config: AttentionConfig) -> jax.Array:
+    """bool [size, size]: which slots of its own block a slot sees, as `block_attention` has it."""
+    query, key = jnp.arange(size)[:, None], jnp.arange(size)[None]
+    seen = key <= query if config.causal else jnp.ones((size, size), jnp.bool_)
+    if config.window is not None and not config.window_from_block:
+        seen = seen & (query - key < config.window) & (key - query < config.window)
+    return seen
