@@ -32,7 +32,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens bench clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -43,6 +43,7 @@ help:
 	@echo "make reference-test  load what jaxspec exports with speculators, and compare"
 	@echo "make goldens      remake the fixtures under tests/goldens with it  (CASES=\"llama gemma3\")"
 	@echo "make drafter-goldens  likewise those of the drafters  (DEEPSPEC=clone of deepseek-ai/DeepSpec, CASES=\"dflash zlab\")"
+	@echo "make training-goldens  those of the training objectives, for the drafters' fixtures  (likewise)"
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
 	@echo "make clean        remove the environments and caches in this folder"
 
@@ -99,6 +100,9 @@ goldens: $(REFERENCE)/.installed
 
 drafter-goldens: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/make_drafter_goldens.py $(if $(DEEPSPEC),--deepspec "$(DEEPSPEC)") $(CASES)
+
+training-goldens: $(REFERENCE)/.installed
+	@$(REFERENCE)/bin/python tools/make_training_goldens.py $(if $(DEEPSPEC),--deepspec "$(DEEPSPEC)") $(CASES)
 
 bench: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/fetch_demo.py

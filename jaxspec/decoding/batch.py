@@ -15,7 +15,7 @@ from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Re
 from jaxspec.decoding.stopping import Answer
 from jaxspec.layers.cache import KVCache
 
-_REASONS: dict[int, FinishReason | None] = {Finish.RUNNING: None, Finish.STOP: "stop", Finish.LENGTH: "length"}
+REASONS: dict[int, FinishReason | None] = {Finish.RUNNING: None, Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Batch:
                     prompt_ids=request.prompt,
                     token_ids=tuple(answer.token_ids),
                     text=answer.text(),
-                    finish_reason=_REASONS[int(self._finish[row])],
+                    finish_reason=REASONS[int(self._finish[row])],
                     usage=Usage(prompt_tokens=len(request.prompt), completion_tokens=tokens),
                     timing=Timing(load_s, compile_s, prefill_s, decode_s, rate),
                     speculative=self._speculative(cycles),
@@ -155,8 +155,11 @@ class Batch:
         longest = max(len(request.prompt) + request.limit for request in self._requests)
         return self._rows, self._programs.capacity(longest), frozenset(widths)
 
-    def start(self) -> tuple[DecodeState, Requests]:
-        """Prefill everything but each prompt's last token, and make the state in front of the first one."""
+    def start(self, capacity: int | None = None) -> tuple[DecodeState, Requests]:
+        """Prefill everything but each prompt's last token, and make the state in front of the first one.
+
+        `capacity`: the caches', large enough for every request; None takes the smallest that is.
+        """
         missing = self._rows - len(self._requests)
         prompts = [request.prompt for request in self._requests] + [(0,)] * missing
         params = [request.params for request in self._requests] + [SamplingParams()] * missing
@@ -165,7 +168,7 @@ class Batch:
         stop_ids = [request.stop_ids for request in self._requests] + [()] * missing
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         with self._prefill_time:
-            cache, draft = self._prefill(prompts, self._programs.capacity(longest))
+            cache, draft = self._prefill(prompts, capacity or self._programs.capacity(longest))
             vocab_size = self._programs.config.vocab_size
             penalized = any(request.params.penalized for request in self._requests)
             fixed = Requests(
