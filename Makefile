@@ -2,6 +2,7 @@
 #   .venv            the package, and with `make test` its development tools
 #   .venv-latest     the same under the newest Python found, with the newest JAX
 #   .venv-reference  CPU torch and the PyTorch implementations that fixtures are made with
+#   .venv-aot        the package with JAX's compiler for CUDA, without a GPU or NVIDIA's libraries (about 180 MB more)
 # PYTHON=/path/to/python chooses the interpreter of an environment that does not exist yet.
 
 SHELL := bash
@@ -13,6 +14,7 @@ export PYTHON
 VENV ?= .venv
 LATEST ?= .venv-latest
 REFERENCE ?= .venv-reference
+AOT ?= .venv-aot
 # Where pip finds CPU builds of torch, beside the configured index. On Linux the index's own builds carry CUDA: right, but large.
 TORCH_INDEX ?=
 PROMPT ?= Write three sentences about the sea.
@@ -20,6 +22,7 @@ DEMO_FLAGS ?= --max-new-tokens 96
 PYTEST_FLAGS ?=
 CASES ?=
 BENCH_FLAGS ?=
+AOT_FLAGS ?=
 
 pip = $(1)/bin/python -m pip install -qq --disable-pip-version-check
 
@@ -32,7 +35,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-train aot clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -45,6 +48,8 @@ help:
 	@echo "make drafter-goldens  likewise those of the drafters  (DEEPSPEC=clone of deepseek-ai/DeepSpec, CASES=\"dflash zlab\")"
 	@echo "make training-goldens  those of the training objectives, for the drafters' fixtures  (likewise)"
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
+	@echo "make bench-train  speed and memory of a training step against speculators + torch  (BENCH_FLAGS=\"--methods dflash\")"
+	@echo "make aot          compile kernels and whole programs for GPUs that are not here  (AOT_FLAGS=\"--only kernels\")"
 	@echo "make clean        remove the environments and caches in this folder"
 
 $(VENV)/.installed: pyproject.toml
@@ -71,6 +76,14 @@ $(REFERENCE)/.installed: pyproject.toml
 	@$(call pip,$(REFERENCE)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[reference]"
 	@# With their dependencies these would bring CUDA builds of torch and an older transformers.
 	@$(call pip,$(REFERENCE)) --no-deps speculators==0.9.0 dflash==0.1.0 hs-connectors==0.9.0
+	@touch $@
+
+$(AOT)/.installed: pyproject.toml
+	@$(call environment,$(AOT))
+	@echo "installing jaxspec and JAX's compiler for CUDA into $(AOT) (a few minutes)"
+	@$(call pip,$(AOT)) -e .
+	@version=$$($(AOT)/bin/python -c 'import jax; print(jax.__version__)'); \
+	  $(call pip,$(AOT)) --no-deps jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -108,6 +121,12 @@ bench: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/fetch_demo.py
 	@$(REFERENCE)/bin/python tools/bench_decode.py $(BENCH_FLAGS)
 
+aot: $(AOT)/.installed
+	@$(AOT)/bin/python tools/aot.py $(AOT_FLAGS)
+
+bench-train: $(REFERENCE)/.installed
+	@HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tools/bench_train.py $(BENCH_FLAGS)
+
 clean:
-	rm -rf $(VENV) $(LATEST) $(REFERENCE) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(REFERENCE) $(AOT) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -88,6 +88,7 @@ def _parser() -> Parser:
     add("--system", metavar="TEXT", help="system message of every conversation that has none")
     add("--max-batch-size", type=int, metavar="B", help="prompts that run together (default: 1; for the checks 8)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else the checkpoint's own")
+    add("--kernels", choices=["xla", "triton", "interpret"], help="default: triton on NVIDIA GPUs, else xla")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--check-lossless", action="store_true", help="compare with plain decoding; status 1 if it differs"
@@ -180,7 +181,14 @@ def _load(args: Namespace, asked: SpeculativeConfig, drafters: Sequence[str], sh
 
         args.model = str(demo.ensure(report=show))
     show(f"loading {args.model}")
-    return load_models(args.model, drafters, asked, args.dtype, lambda done, total: show(f"loading {done / total:.0%}"))
+    return load_models(
+        args.model,
+        drafters,
+        asked,
+        args.dtype,
+        lambda done, total: show(f"loading {done / total:.0%}"),
+        args.kernels,
+    )
 
 
 def _runs(
@@ -287,7 +295,7 @@ def _doctor(
         assert one.module is not None and one.drafter is not None
 
         def reload(drafter: str = one.drafter):
-            again = load_models(args.model, [drafter], asked, other)
+            again = load_models(args.model, [drafter], asked, other, kernels=args.kernels)
             return again, again.drafters[0][1].module
 
         subject = Subject(

@@ -131,12 +131,7 @@ def _parser() -> Parser:
     add("--max-batch-size", type=int, default=8, metavar="B", help="prompts that run together (default: %(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else the checkpoint's own")
     add("--mesh", metavar="data=1,tensor=2", help="not supported yet")
-    add(
-        "--kernels",
-        choices=["xla", "triton", "interpret"],
-        default="xla",
-        help="only xla is supported yet (default: %(default)s)",
-    )
+    add("--kernels", choices=["xla", "triton", "interpret"], help="default: triton on NVIDIA GPUs, else xla")
     add("--output", choices=["text", "json"], default="text", help="json: one object a prompt (default: %(default)s)")
     add("--stream", action="store_true", help="print text as it comes, one prompt after the other")
     add("--stats", action="store_true", help="print times and tokens/s on stderr")
@@ -145,15 +140,9 @@ def _parser() -> Parser:
 
 
 def _refuse_unsupported(args: Namespace) -> None:
-    """Flags of the contract that need several devices or other kernels: refused until those exist."""
-    accepted = (
-        ("--mesh", args.mesh, None),
-        ("--kernels", args.kernels, "xla"),
-    )
-    for flag, value, only in accepted:
-        if value != only:
-            advice = "leave it out" if only is None else f"leave it out or give {only}"
-            raise InputError(f"{flag} {value} is not supported yet; {advice}")
+    """Flags of the contract that need several devices: refused until those are supported."""
+    if args.mesh is not None:
+        raise InputError(f"--mesh {args.mesh} is not supported yet; leave it out")
 
 
 def _speculation(args: Namespace) -> SpeculativeConfig:
@@ -215,6 +204,7 @@ def _load(args: Namespace, speculation: SpeculativeConfig, show: ShowProgress) -
         speculative_config=speculation,
         dtype=args.dtype,
         max_batch_size=args.max_batch_size,
+        kernels=args.kernels,
         on_load=lambda done, total: show(f"loading {model}: {done / total:.0%}"),
         on_compile=lambda program: show(None if program is None else f"compiling {program}"),
     )

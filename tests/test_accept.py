@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jitted import QUICK_COMPILE
 
+from jaxspec.decoding import support
 from jaxspec.decoding.accept import Drafts, Rule, Verdict, accept
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.sampling import SamplingRows, filter_logits
@@ -104,3 +105,27 @@ def test_synthetic_rates_are_conditional():
     verdict = judge(np.broadcast_to(P, (ROWS, K + 1, V)), *arguments, jnp.array([0.8, 0.5, 0.5]))
     for slot, wanted in enumerate((0.8, 0.4, 0.2)):
         assert abs((np.asarray(verdict.accepted) > slot).mean() - wanted) < 0.015
+
+
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
+def test_slots_that_are_never_searched_decide_nothing(rule, monkeypatch):
+    """Flat distributions over a vocabulary of which a CPU lists a part: a search of every slot gives the same verdicts."""
+    size, batch = 2096, 64
+    draws = np.random.default_rng(2)
+    logits = draws.normal(0, 1, (batch, K + 1, size)).astype(np.float32)
+    tokens = np.argsort(logits[:, :K], axis=-1)[..., -1 - draws.integers(0, 3)].astype(np.int32)
+    log_q = np.full((batch, K, size), -40.0, np.float32)  # likelier to be accepted than rejected
+    np.put_along_axis(log_q, tokens[..., None], draws.uniform(-8, -4, (batch, K, 1)).astype(np.float32), axis=-1)
+    drafts = Drafts(tokens, tokens, log_q, None, np.full(batch, K, np.int32))
+    rows = SamplingRows.of([SamplingParams(temperature=1.0, top_p=0.9)] * batch, range(batch))
+    arguments = (logits, drafts, rows, np.full(batch, 9, np.int32))
+
+    def run() -> Verdict:
+        return jax.jit(lambda *arguments: accept(*arguments, rule), compiler_options=QUICK_COMPILE)(*arguments)
+
+    verdict = run()
+    assert len(np.unique(verdict.accepted)) == K + 1
+    monkeypatch.setattr(support, "pick_then_search", lambda start, reached: support.search(start))
+    everywhere = run()
+    np.testing.assert_array_equal(verdict.accepted, everywhere.accepted)
+    np.testing.assert_array_equal(verdict.token, everywhere.token)

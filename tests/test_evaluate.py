@@ -208,7 +208,9 @@ def test_a_sampler_that_takes_every_draft_fails_the_chi_square_test(models, answ
     passed = []
     for broken in (False, True):
         if broken:
-            monkeypatch.setattr(accept_module, "_judge_each", lambda p, drafts, *_: (drafts.kept, jnp.ones(len(p))))
+            monkeypatch.setattr(
+                accept_module, "_judge_each", lambda p, drafts, *_: (drafts.kept, jnp.ones(drafts.kept.shape))
+            )
         engine = models.engine(drafter, Plan(drafts=K, widths=(K,)), max_batch_size=rows)
         passed.append(check_draws("oracle", engine, verifier, PROMPTS[0], params, 128).passed)
     assert passed == [True, False]
@@ -412,6 +414,7 @@ def test_bad_prompts_are_one_line(folder, capsys, argv, wanted):
         (["--plot", "{}/a.bmp"], "must end in one of .png, .svg, .pdf"),
         (["--max-batch-size", "0"], "max_batch_size is 0"),
         (["--temperature", "-1"], "temperature is -1"),
+        (["--kernels", "triton"], "--kernels triton needs an NVIDIA GPU, and the device here is a cpu"),
     ],
 )
 def test_bad_flags_are_one_line(folder, capsys, argv, wanted):

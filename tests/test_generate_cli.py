@@ -118,7 +118,11 @@ def test_stdin_is_the_prompt_where_there_is_no_other(model, capsys, monkeypatch)
             "/: is local and has no revision 'main'; only a hub id has one",
         ),
         (["a", "--mesh", "tensor=2"], "--mesh tensor=2 is not supported yet"),
-        (["a", "--kernels", "triton"], "--kernels triton is not supported yet; leave it out or give xla"),
+        (
+            ["a", "--kernels", "triton"],
+            "--kernels triton needs an NVIDIA GPU, and the device here is a cpu; leave it out",
+        ),
+        (["a", "--kernels", "cuda"], "argument --kernels: invalid choice: 'cuda'"),
         (["a", "--model", "/no/such/dir"], "/no/such/dir"),
     ],
 )

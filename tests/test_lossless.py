@@ -151,10 +151,10 @@ def test_output_has_the_verifiers_distribution_in_200_000_draws(name, sample_dra
 
 
 def test_a_broken_acceptance_rule_fails(monkeypatch):
-    def careless(log_p, drafts, rows, position):
+    def careless(p, drafts, rows, position):
         u = accept_module._uniform(rows, position, drafts.tokens.shape[1])
-        p, _ = accept_module._probability(log_p, drafts)
-        return accept_module._leading(u < p, drafts.kept), jnp.ones(log_p.shape[0], jnp.float32)
+        accepted = accept_module._leading(u < p.probability(drafts.tokens), drafts.kept)
+        return accepted, jnp.ones(accepted.shape, jnp.float32)
 
     monkeypatch.setattr(accept_module, "_judge_each", careless)
     programs = Programs(CONFIG, DECODER, drafter_of("dflash"), Plan(drafts=K, sample_drafts=True, widths=(K,)))

@@ -168,7 +168,7 @@ def test_run_time_dependencies_are_the_ones_imported_and_documented():
     declared = {requirement.split(">=")[0] for requirement in PROJECT["dependencies"]}
     imported = {name.partition(".")[0] for source in SOURCES for name in imported_modules(source)}
     third_party = imported - set(sys.stdlib_module_names) - {"jaxspec", "jaxspec_kernels"}
-    third_party = {{"orbax": "orbax-checkpoint"}.get(name, name) for name in third_party}
+    third_party = {{"orbax": "orbax-checkpoint", "yaml": "pyyaml"}.get(name, name) for name in third_party}
     assert third_party <= declared, "imported but not declared"
     # transformers renders chat templates with jinja2 and does not depend on it
     assert declared - third_party <= {"jinja2"}, "declared but not imported"

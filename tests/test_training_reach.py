@@ -53,7 +53,8 @@ def test_a_block_sees_its_document_before_its_anchor(name: str) -> None:
 
     def logits(drafter: Any, taps: jax.Array) -> jax.Array:
         features = replace(case.features, taps=taps)
-        return objective.heads(drafter, batch, features, jnp.array([anchors], jnp.int32))[0][0]
+        chosen = jnp.array([anchors], jnp.int32)
+        return objective.heads(drafter, batch, objective.denoise(drafter, batch, features, chosen), chosen)[0][0]
 
     seen = reach(case, logits, case.features.taps)
     windows = [layer.attention.window for layer in case.config.layers]
@@ -75,9 +76,9 @@ def test_a_slot_of_the_sequential_head_sees_the_tokens_before_it(name: str) -> N
     @jax.jit
     def logits(tokens: jax.Array) -> jax.Array:
         batch = replace(case.batch, tokens=tokens)
-        return objective.heads(nnx.merge(graphdef, state), batch, case.features, jnp.array([[anchor]], jnp.int32))[0][
-            0, 0
-        ]
+        drafter, chosen = nnx.merge(graphdef, state), jnp.array([[anchor]], jnp.int32)
+        hidden = objective.denoise(drafter, batch, case.features, chosen)
+        return objective.heads(drafter, batch, hidden, chosen)[0][0, 0]
 
     tokens, drafts = np.asarray(case.batch.tokens), objective.size - objective.first
     before = np.asarray(logits(case.batch.tokens))

@@ -38,7 +38,7 @@ _MAX_HEADER = 100_000_000  # the limit of the format's own implementation
 
 
 @dataclass(frozen=True)
-class _Header:
+class Header:
     """Byte offset of each tensor in the file, and what it is."""
 
     tensors: dict[str, StoredTensor]
@@ -74,7 +74,7 @@ class SafetensorsSource:
         return values.reshape(stored.shape)
 
     def _add(self, path: Path) -> None:
-        header = _read_header(path)
+        header = read_header(path)
         for name in header.tensors:
             if name in self.tensors:
                 raise InputError(f"{path}: tensor {name} is also in {self.tensors[name].file.name}")
@@ -108,7 +108,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read_header(path: Path) -> _Header:
+def read_header(path: Path) -> Header:
+    """What a safetensors file holds, and where. Raises InputError where it is damaged or not as long as its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
@@ -145,4 +146,4 @@ def _read_header(path: Path) -> _Header:
         raise InputError(f"{path}: truncated: {missing} bytes are missing of the {size + missing} its header describes")
     if missing < 0:
         raise InputError(f"{path}: {-missing} bytes too long for what its header describes")
-    return _Header(tensors, offsets)
+    return Header(tensors, offsets)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.decoding.params import GREEDY_BELOW
-from jaxspec.decoding.randomness import Purpose, draw_keys, gumbel, uniform
-from jaxspec.decoding.sampling import SamplingRows, filter_logits, sample
+from jaxspec.decoding.randomness import Purpose, draw_keys, uniform
+from jaxspec.decoding.sampling import SamplingRows, draw, sample, support_of
+from jaxspec.decoding.support import Support
+from jaxspec.layers.argmax import argmax
 
 
 class Rule(StrEnum):
@@ -41,6 +43,41 @@ class Drafts:
     log_q: jax.Array | None
     target_ids: jax.Array | None
     kept: jax.Array
+
+    def probability(self) -> jax.Array:
+        """q of every draft, float32 [B, K]."""
+        if self.log_q is None:
+            return jnp.ones(self.tokens.shape, jnp.float32)
+        return jnp.exp(jnp.take_along_axis(self.log_q, self.ids[..., None], axis=-1)[..., 0])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verifier's distributions p behind the anchor and behind each draft.
+
+    Fields:
+        logits: float32 [V, B (K + 1)], slot by slot within each row.
+        support: of [B, K + 1] slots.
+    """
+
+    logits: jax.Array
+    support: Support
+
+    def probability(self, tokens: jax.Array) -> jax.Array:
+        """p of tokens int32 [B, K], each behind the slots before its own -> float32 [B, K]."""
+        support = jax.tree.map(lambda leaf: leaf[:, :-1], self.support)
+        return jnp.exp(support.log_probs_of(self.logits[tokens, self._columns()[:, :-1]], tokens))
+
+    def log_probs(self, slot: jax.Array) -> jax.Array:
+        """Of a whole vocabulary at one slot a row: int32 [B] -> float32 [B, V]."""
+        slot = slot[:, None]
+        support = jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, slot, axis=1)[:, 0], self.support)
+        column = jnp.take_along_axis(self._columns(), slot, axis=1)[:, 0]
+        return support.log_probs(jnp.take(self.logits, column, axis=1, mode="clip").T)
+
+    def _columns(self) -> jax.Array:
+        """Of each slot: int32 [B, K + 1]."""
+        return jnp.arange(self.logits.shape[1], dtype=jnp.int32).reshape(self.support.peak.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -79,50 +116,60 @@ def accept(
         assert synthetic_rates is not None
         chance = _uniform(rows, position, drafts.tokens.shape[1]) < synthetic_rates[None]
         accepted = _leading(chance, drafts.kept)
-        token = _draw(_row(logits, accepted), None, accepted < 0, rows, position, accepted)
-        return Verdict(accepted, token)
+        return Verdict(accepted, sample(_row(logits, accepted), rows, position, accepted))
+
+    slots = logits.shape[:2]
+    # As the verifier's product made it on a CPU: no branch costs the other a copy.
+    vocabulary_first = logits.reshape(-1, logits.shape[-1]).T  # [V, B (K + 1)]
 
     def greedily(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        best = _argmax(logits)  # [B, K + 1]
+        best = argmax(logits.T).reshape(slots)  # [B, K + 1]
         accepted = _leading(best[:, :-1] == drafts.tokens, drafts.kept)
         return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
 
     def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        log_p = jax.nn.log_softmax(filter_logits(logits, rows), axis=-1)
         judge = _judge_block if rule is Rule.BLOCK else _judge_each
-        accepted, weight = judge(log_p, drafts, rows, position)
-        p = jnp.exp(_row(log_p, accepted))  # [B, V]
+
+        def reached(support: Support) -> jax.Array:
+            accepted, _ = judge(Verified(logits, support), drafts, rows, position)
+            return jnp.arange(slots[1], dtype=jnp.int32)[None] <= accepted[:, None]
+
+        # Block verification looks at every slot, the standard rule at none behind a rejected draft.
+        in_slots = logits.T.reshape(*slots, -1)
+        p = Verified(logits, support_of(in_slots, rows, None if rule is Rule.BLOCK else reached))
+        accepted, weight = judge(p, drafts, rows, position)
+        weights = jnp.exp(p.log_probs(accepted))  # [B, V]
+        residual = _residual(weights, drafts, accepted, weight)
         rejected = accepted < drafts.kept
-        residual = _residual(p, drafts, accepted, weight)
-        return accepted, _draw(_row(log_p, accepted), residual, rejected, rows, position, accepted)
+        # Rounding may leave no residual: then the draft's replacement comes from p.
+        some = jnp.sum(residual, axis=-1) > 0
+        weights = jnp.where((rejected & some)[:, None], residual, weights)
+        return accepted, _draw(weights, rejected, rows, position, accepted)
 
-    return Verdict(*jax.lax.cond(jnp.any(rows.temperature >= GREEDY_BELOW), sampled, greedily, logits))
+    return Verdict(*jax.lax.cond(jnp.any(rows.temperature >= GREEDY_BELOW), sampled, greedily, vocabulary_first))
 
 
-def _judge_each(
-    log_p: jax.Array, drafts: Drafts, rows: SamplingRows, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _judge_each(p: Verified, drafts: Drafts, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Accept draft x while u q(x) < p(x). Returns the number accepted [B], and the weight of p in the residual [B]: 1."""
     u = _uniform(rows, position, drafts.tokens.shape[1])
-    p, q = _probability(log_p, drafts)
-    return _leading(u * q < p, drafts.kept), jnp.ones(log_p.shape[0], jnp.float32)
+    accepted = _leading(u * drafts.probability() < p.probability(drafts.tokens), drafts.kept)
+    return accepted, jnp.ones(accepted.shape, jnp.float32)
 
 
-def _judge_block(
-    log_p: jax.Array, drafts: Drafts, rows: SamplingRows, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _judge_block(p: Verified, drafts: Drafts, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Accept the longest prefix i with u_i <= h_i, where r_i = min(r_{i-1} p(x_i) / q(x_i), 1) and h_i = R_i / (R_i + 1 - r_i), R_i the
     mass of max(r_i p - q, 0) behind prefix i; h = r for the whole of what was kept. Returns it, and r of the accepted prefix."""
-    p, q = _probability(log_p, drafts)
+    of_p, of_q = p.probability(drafts.tokens), drafts.probability()
     u = _uniform(rows, position, drafts.tokens.shape[1])
-    accepted = jnp.zeros(log_p.shape[0], jnp.int32)
-    ratio = weight = jnp.ones(log_p.shape[0], jnp.float32)
+    accepted = jnp.zeros_like(position)
+    ratio = weight = jnp.ones(position.shape, jnp.float32)
     drafted = drafts.tokens.shape[1]
     for i in range(1, drafted + 1):
-        ratio = jnp.minimum(ratio * p[:, i - 1] / q[:, i - 1], 1.0)
+        ratio = jnp.minimum(ratio * of_p[:, i - 1] / of_q[:, i - 1], 1.0)
         mass = jnp.zeros_like(ratio)
         if i < drafted:
-            mass = jnp.sum(_residual(jnp.exp(log_p[:, i]), drafts, jnp.full_like(accepted, i), ratio), axis=-1)
+            slot = jnp.full_like(accepted, i)
+            mass = jnp.sum(_residual(jnp.exp(p.log_probs(slot)), drafts, slot, ratio), axis=-1)
         # R = 0 with r = 1 is a prefix behind which p equals q: nothing is left to gain by a shorter one.
         threshold = jnp.where(mass + 1.0 - ratio > 0, mass / (mass + 1.0 - ratio), 1.0)
         threshold = jnp.where(drafts.kept == i, ratio, threshold)
@@ -130,14 +177,6 @@ def _judge_block(
         accepted = jnp.where(take, i, accepted)
         weight = jnp.where(take, ratio, weight)
     return accepted, weight
-
-
-def _probability(log_p: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
-    """p and q of every draft, float32 [B, K] each."""
-    p = jnp.exp(jnp.take_along_axis(log_p[:, :-1], drafts.tokens[..., None], axis=-1)[..., 0])
-    if drafts.log_q is None:
-        return p, jnp.ones_like(p)
-    return p, jnp.exp(jnp.take_along_axis(drafts.log_q, drafts.ids[..., None], axis=-1)[..., 0])
 
 
 def _residual(p: jax.Array, drafts: Drafts, slot: jax.Array, weight: jax.Array) -> jax.Array:
@@ -154,24 +193,11 @@ def _residual(p: jax.Array, drafts: Drafts, slot: jax.Array, weight: jax.Array) 
 
 
 def _draw(
-    log_p: jax.Array,
-    residual: jax.Array | None,
-    rejected: jax.Array,
-    rows: SamplingRows,
-    position: jax.Array,
-    slot: jax.Array,
+    weights: jax.Array, rejected: jax.Array, rows: SamplingRows, position: jax.Array, slot: jax.Array
 ) -> jax.Array:
-    """One token a row: from the residual where a draft was rejected (from p where rounding left no residual), else from p.
-
-    log_p float32 [B, V], residual float32 [B, V] not normalised; rejected bool [B]; slot int32 [B]. Greedy rows take the maximum.
-    """
-    if residual is None:
-        log_p = filter_logits(log_p, rows)
-    else:
-        some = jnp.sum(residual, axis=-1, keepdims=True) > 0
-        log_p = jnp.where(rejected[:, None] & some, jnp.log(residual), log_p)
+    """One token a row from weights float32 [B, V]: what replaces a draft where rejected bool [B], else the bonus token; slot int32 [B]."""
     purpose = jnp.where(rejected, jnp.uint32(Purpose.RESIDUAL), jnp.uint32(Purpose.SAMPLE))
-    return _argmax(log_p + gumbel(draw_keys(rows.seeds, position, slot, purpose), log_p.shape[-1]))
+    return draw(weights, uniform(draw_keys(rows.seeds, position, slot, purpose)))
 
 
 def _uniform(rows: SamplingRows, position: jax.Array, drafted: int) -> jax.Array:
@@ -189,7 +215,3 @@ def _leading(good: jax.Array, kept: jax.Array) -> jax.Array:
 def _row(x: jax.Array, index: jax.Array) -> jax.Array:
     """x [B, T, V], index int32 [B] -> [B, V]."""
     return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
-
-
-def _argmax(logits: jax.Array) -> jax.Array:
-    return jax.lax.argmax(logits, logits.ndim - 1, jnp.int32)

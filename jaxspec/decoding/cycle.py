@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.decoding.accept import Drafts, Rule, Verdict, accept
-from jaxspec.decoding.randomness import Purpose, draw_keys, gumbel
-from jaxspec.decoding.sampling import SamplingRows, TokenCounts, filter_logits, penalize
+from jaxspec.decoding.randomness import Purpose, draw_keys, uniform
+from jaxspec.decoding.sampling import SamplingRows, TokenCounts, draw, filter_logits, penalize
 from jaxspec.decoding.schedule import keep_confident, keep_scheduled
 from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Logprobs, Record, Requests
 from jaxspec.drafters.base import Choose, Context, Drafter, Proposal, greedy, take_rows
@@ -83,9 +83,9 @@ def sampled(rows: SamplingRows, position: jax.Array) -> Choose:
     rows = replace(rows, min_p=jnp.zeros_like(rows.min_p))
 
     def choose(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        log_q = jax.nn.log_softmax(filter_logits(logits, rows), axis=-1)
+        log_q = filter_logits(logits, rows)
         keys = draw_keys(rows.seeds, position, jnp.broadcast_to(slot, position.shape), Purpose.DRAFT)
-        return jax.lax.argmax(log_q + gumbel(keys, logits.shape[-1]), 1, jnp.int32), log_q
+        return draw(jnp.exp(log_q), uniform(keys)), log_q
 
     return choose
 

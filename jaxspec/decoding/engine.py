@@ -16,6 +16,7 @@ from jaxspec.checkpoint.load import load_verifier
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.batch import Batch, Request
 from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.kernels import check_kernels
 from jaxspec.decoding.loop import MAX_CYCLES
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.planning import make_plan
@@ -30,6 +31,7 @@ from jaxspec.errors import InputError
 from jaxspec.prompts import PROMPT_KEYS
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.verifiers.decoder import Decoder
+from jaxspec_kernels.implementation import Implementation
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -51,6 +53,7 @@ class Engine:
         max_batch_size: int = 8,
         load_s: float = 0.0,
         on_compile: Callable[[str | None], None] | None = None,
+        kernels: Implementation | None = None,
     ):
         """An engine on a decoder in memory; `from_pretrained` loads one.
 
@@ -64,10 +67,12 @@ class Engine:
             max_batch_size: most rows that run together; longer lists run batch after batch.
             load_s: seconds that loading took, for the results.
             on_compile: called with a description before something compiles, and with None behind it.
+            kernels: "triton", "xla" or "interpret"; None takes triton on NVIDIA GPUs and xla elsewhere.
 
         Raises:
-            InputError: max_batch_size below 1.
+            InputError: max_batch_size below 1, or kernels that do not run here.
         """
+        check_kernels(kernels)
         if max_batch_size < 1:
             raise InputError(f"max_batch_size is {max_batch_size}; it must be at least 1")
         self.config = config
@@ -75,7 +80,7 @@ class Engine:
         self._eos_ids = tuple(eos_ids)
         self._max_batch_size = max_batch_size
         self._load_s = load_s
-        self._programs = Programs(config, decoder, drafter, plan, on_compile)
+        self._programs = Programs(config, decoder, drafter, plan, on_compile, kernels)
 
     @classmethod
     def from_pretrained(
@@ -89,6 +94,7 @@ class Engine:
         max_batch_size: int = 8,
         on_load: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str | None], None] | None = None,
+        kernels: Implementation | None = None,
     ) -> "Engine":
         """Load a model directory, hub id or .gguf file.
 
@@ -100,7 +106,7 @@ class Engine:
             speculative_config: vLLM's keys, as a mapping, a JSON text, a JSON file's path, or parsed (`SpeculativeConfig`).
             mesh: not supported yet; anything but None is refused.
             dtype: float32 or bfloat16 for weights and cache; None takes float32 on CPUs, else the checkpoint's own.
-            max_batch_size, on_compile: as for the constructor.
+            max_batch_size, on_compile, kernels: as for the constructor.
             on_load: called with bytes done and bytes in all while the weights load.
 
         Raises:
@@ -108,6 +114,7 @@ class Engine:
         """
         if mesh is not None:
             raise InputError(f"mesh is {mesh!r}; it is not supported yet and must be None")
+        check_kernels(kernels)
         asked = _speculative_config(speculative_config)
         if drafter is None:
             drafter = asked.model
@@ -129,7 +136,7 @@ class Engine:
             module, plan = opened.module, make_plan(asked, opened.config)
             if asked.enable_adaptive_verification:
                 curve = measure_steps_per_s(
-                    config, loaded.module, module, plan.drafts, plan.widths, power_of_two(max_batch_size)
+                    config, loaded.module, module, plan.drafts, plan.widths, power_of_two(max_batch_size), kernels
                 )
                 plan = replace(plan, steps_per_s=curve)
         return cls(
@@ -142,6 +149,7 @@ class Engine:
             max_batch_size=max_batch_size,
             load_s=time.perf_counter() - start,
             on_compile=on_compile,
+            kernels=kernels,
         )
 
     @property

@@ -10,16 +10,24 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.config import VerifierConfig
+from jaxspec.decoding.kernels import compile_program
 from jaxspec.drafters.base import Context, Drafter, attention_layers, greedy
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
+from jaxspec_kernels.implementation import Implementation
 
 CONTEXT = 256  # tokens a row holds while it is measured
 REPEATS = 5
 
 
 def measure_steps_per_s(
-    config: VerifierConfig, decoder: Decoder, drafter: Drafter, drafts: int, widths: Sequence[int], batch: int
+    config: VerifierConfig,
+    decoder: Decoder,
+    drafter: Drafter,
+    drafts: int,
+    widths: Sequence[int],
+    batch: int,
+    kernels: Implementation | None = None,
 ) -> tuple[float, ...]:
     """Steps a second at n = 1 .. batch * (K + 1) tokens a verify pass.
 
@@ -33,6 +41,7 @@ def measure_steps_per_s(
         drafts: K.
         widths: drafts a verify pass is compiled for, increasing.
         batch: B.
+        kernels: the kernels' implementation, as in `Programs`, which also warns where Triton fails.
     """
     layers = [layer.attention for layer in config.layers]
     dtype = decoder.embed.weight[...].dtype
@@ -57,16 +66,22 @@ def measure_steps_per_s(
 
     ones = jnp.ones((batch, drafts + 1), jnp.int32)
     features = jnp.zeros((*ones.shape, drafter.config.feature_width), dtype)
-    draft_s = _seconds(jax.jit(draft), leaves, Context(features, ones, jnp.ones(batch, jnp.int32)))
-    program = jax.jit(verify)
-    verify_s = [_seconds(program, leaves, ones[:, : width + 1]) for width in widths]
+
+    def seconds(function: Callable[..., jax.Array], *arguments: object) -> float:
+        def build() -> jax.stages.Wrapped:
+            return jax.jit(lambda *arguments: function(*arguments))
+
+        return _seconds(compile_program(build, arguments, kernels, lambda reason: None), *arguments)
+
+    draft_s = seconds(draft, leaves, Context(features, ones, jnp.ones(batch, jnp.int32)))
+    verify_s = [seconds(verify, leaves, ones[:, : width + 1]) for width in widths]
     tokens = np.arange(1, batch * (drafts + 1) + 1)
     step_s = draft_s + np.interp(tokens, [batch * (width + 1) for width in widths], verify_s)
     return tuple((1.0 / step_s).tolist())
 
 
 def _seconds(program: Callable[..., jax.Array], *arguments: object) -> float:
-    """Median run time, compilation apart."""
+    """Median run time."""
     jax.block_until_ready(program(*arguments))
     times = []
     for _ in range(REPEATS):

@@ -5,6 +5,7 @@ measured here and nowhere mixed with run time.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,11 +15,13 @@ from flax import nnx
 
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.cycle import Plan
+from jaxspec.decoding.kernels import compile_program
 from jaxspec.decoding.loop import MAX_CYCLES, decode, empty_context, prefill
 from jaxspec.decoding.state import DecodeState, Dispatch, DraftState, Requests
 from jaxspec.drafters.base import Drafter, attention_layers
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
+from jaxspec_kernels.implementation import Implementation
 
 Key = tuple[str | int | bool | None, ...]  # a program's name and the sizes and variants it is compiled for
 
@@ -52,6 +55,7 @@ class Programs:
         drafter: Drafter | None = None,
         plan: Plan | None = None,
         on_compile: Callable[[str | None], None] | None = None,
+        kernels: Implementation | None = None,
     ):
         """A verifier's programs, with a drafter's inside.
 
@@ -61,6 +65,8 @@ class Programs:
             drafter: with its weights, or None.
             plan: what a cycle does; None decodes plainly.
             on_compile: called with a program's description before it compiles, and with None behind it.
+            kernels: the kernels' implementation; None takes the platform's. Where Triton fails to compile a program, XLA's own
+                operations are taken instead, and one warning says so.
         """
         self.config = config
         self.plan = plan or Plan()
@@ -71,6 +77,8 @@ class Programs:
         self._leaves, self._treedef = jax.tree.flatten(state)
         self._dtype = decoder.embed.weight.dtype
         self._on_compile = on_compile
+        self._kernels: Implementation | None = kernels
+        self._warned = False
         self._compiled: dict[Key, jax.stages.Compiled] = {}
 
     @property
@@ -177,12 +185,20 @@ class Programs:
             if self._on_compile is not None:
                 self._on_compile(" ".join(map(str, key)))
             start = time.perf_counter()
-            program = build().lower(*arguments).compile()
+            program = compile_program(build, arguments, self._kernels, self._warn)
             self.compile_s += time.perf_counter() - start
             self._compiled[key] = program
             if self._on_compile is not None:
                 self._on_compile(None)
         return program
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"the Triton kernels do not compile here ({reason}); XLA's own operations do their work, more slowly",
+                stacklevel=2,
+            )
+        self._warned = True
 
 
 class RunTimer:

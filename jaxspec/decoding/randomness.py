@@ -55,11 +55,6 @@ def draw_keys(words: jax.Array, position: jax.Array, slot: jax.Array, purpose: P
     return jax.vmap(one)(words, position, slot, purposes)
 
 
-def gumbel(keys: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise, float32 [B, size], drawn row by row from typed keys [B]."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
-
-
 def uniform(keys: jax.Array) -> jax.Array:
     """Numbers in [0, 1), float32 [B], one from each of typed keys [B]."""
     return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)

@@ -124,7 +124,7 @@ def context_positions(context: Context, cache: KVCache) -> jax.Array:
 
 def choose_each(logits: jax.Array, choose: Choose) -> tuple[jax.Array, jax.Array | None]:
     """logits float32 [B, K, Vd], slots that don't depend on one another -> ids int32 [B, K] and log_q [B, K, Vd]."""
-    return stack_slots([choose(logits[:, slot], jnp.int32(slot)) for slot in range(logits.shape[1])])
+    return jax.vmap(choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(logits.shape[1], dtype=jnp.int32))
 
 
 def stack_slots(chosen: Sequence[tuple[jax.Array, jax.Array | None]]) -> tuple[jax.Array, jax.Array | None]:

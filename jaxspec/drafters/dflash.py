@@ -14,7 +14,6 @@ from jaxspec.drafters.base import (
     Proposal,
     attention_layers,
     choose_each,
-    context_positions,
     last_counted,
     take_rows,
 )
@@ -23,6 +22,7 @@ from jaxspec.layers.cache import KVCache
 from jaxspec.layers.decoder_layer import DecoderLayer
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norm import RMSNorm
+from jaxspec_kernels.kv_injection import inject_kv
 
 
 class DFlash(nnx.Module):
@@ -49,7 +49,7 @@ class DFlash(nnx.Module):
         """See `Drafter`. All B slots run whatever K is, since slots see one another; the head runs on the K that draft."""
         cache = self.inject(context, cache)
         anchor = take_rows(context.tokens, last_counted(context), 1)[:, 0]
-        hidden = self.denoise(anchor, cache)
+        hidden, cache = self.denoise(anchor, cache)
         return self.propose(hidden, anchor, drafts, choose), cache
 
     def propose(self, hidden: jax.Array, anchor: jax.Array, drafts: int, choose: Choose) -> Proposal:
@@ -72,27 +72,26 @@ class DFlash(nnx.Module):
         cache = KVCache.empty(attention_layers(self.config), batch, length + self.block.size, features.dtype)
         count = jnp.full(batch, length, jnp.int32)
         context = Context(features, jnp.zeros((batch, length), jnp.int32), count)
-        return self.denoise(anchor, self.inject(context, cache))
+        return self.denoise(anchor, self.inject(context, cache))[0]
 
     def inject(self, context: Context, cache: KVCache) -> KVCache:
         """Commit the counted rows: one projected feature a position, made into every layer's key and value."""
         with jax.named_scope("inject"):
             injected = self.hidden_norm(self.fc(context.features))  # [B, T, D]
-            positions = context_positions(context, cache)
-            k, v = list(cache.k), list(cache.v)
-            for i, layer in enumerate(self.layers):
-                k[i], v[i] = layer.attention.write(injected, positions, k[i], v[i])
-        return replace(cache, k=tuple(k), v=tuple(v)).advance(context.count)
+            layers = [layer.attention.injection() for layer in self.layers]
+            k, v = inject_kv(injected, layers, cache.k, cache.v, cache.length, context.count, eps=self.config.norm_eps)
+        return replace(cache, k=k, v=v).advance(context.count)
 
-    def denoise(self, anchor: jax.Array, cache: KVCache) -> jax.Array:
-        """anchor int32 [B] at position cache.length -> hidden [B, size, D] after the final norm. The block's own keys and values are
-        scratch: they are written behind the context and never committed."""
+    def denoise(self, anchor: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """anchor int32 [B] at position cache.length -> hidden [B, size, D] after the final norm, and the cache with the block's own keys
+        and values behind the context, never committed. Handing that on, not the cache as it was, saves a copy of it."""
         masks = jnp.full((anchor.shape[0], self.block.size - 1), self.mask_token, jnp.int32)
         x = self.vocabulary.embed(jnp.concatenate([anchor[:, None], masks], axis=1))
         positions = cache.length[:, None] + jnp.arange(self.block.size, dtype=jnp.int32)[None]
+        k, v = list(cache.k), list(cache.v)
         for i, layer in enumerate(self.layers):
-            x, _, _ = layer(x, positions, cache.k[i], cache.v[i])
-        return self.norm(x)
+            x, k[i], v[i] = layer(x, positions, k[i], v[i])
+        return self.norm(x), replace(cache, k=tuple(k), v=tuple(v))
 
     def drafting_slots(self, hidden: jax.Array) -> jax.Array:
         """hidden [B, size, ...] -> those of the slots that draft, in order."""

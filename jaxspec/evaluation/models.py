@@ -13,6 +13,7 @@ from jaxspec.checkpoint.load import LoadedVerifier, load_verifier
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.cycle import Plan
 from jaxspec.decoding.engine import Engine
+from jaxspec.decoding.kernels import check_kernels
 from jaxspec.decoding.planning import make_plan
 from jaxspec.decoding.profile import measure_steps_per_s
 from jaxspec.decoding.programs import power_of_two
@@ -20,6 +21,7 @@ from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
+from jaxspec_kernels.implementation import Implementation
 
 OnCompile = Callable[[str | None], None]
 
@@ -34,6 +36,7 @@ class Models:
         tokenizer: None where the model has none.
         drafters: with their weights, in the order given, each under the name it was given by.
         load_s: seconds that loading took.
+        kernels: the kernels' implementation; None takes the platform's.
     """
 
     verifier: LoadedVerifier
@@ -41,6 +44,7 @@ class Models:
     tokenizer: Tokenizer | None
     drafters: tuple[tuple[str, LoadedDrafter], ...]
     load_s: float
+    kernels: Implementation | None = None
 
     def engine(
         self,
@@ -61,6 +65,7 @@ class Models:
             max_batch_size=max_batch_size,
             load_s=self.load_s,
             on_compile=on_compile,
+            kernels=self.kernels,
         )
 
 
@@ -87,12 +92,14 @@ def load_models(
     asked: SpeculativeConfig,
     dtype: DTypeLike | None,
     on_load: Callable[[int, int], None] | None = None,
+    kernels: Implementation | None = None,
 ) -> Models:
     """Load everything.
 
     Raises:
-        InputError: a model or drafter that cannot be loaded, or a drafter of another verifier.
+        InputError: a model or drafter that cannot be loaded, a drafter of another verifier, or kernels that do not run here.
     """
+    check_kernels(kernels)
     compilation_cache.enable()
     start = time.perf_counter()
     verifier = load_verifier(model, dtype=dtype, progress=on_load)
@@ -106,7 +113,7 @@ def load_models(
         except InputError as error:
             raise InputError(f"--drafter {drafter}: {error}") from error
     tokenizer = load_tokenizer(verifier.tokenizer_source)
-    return Models(verifier, config, tokenizer, tuple(loaded), time.perf_counter() - start)
+    return Models(verifier, config, tokenizer, tuple(loaded), time.perf_counter() - start, kernels)
 
 
 def make_runs(
@@ -136,6 +143,7 @@ def make_runs(
                     plan.drafts,
                     plan.widths,
                     power_of_two(max_batch_size),
+                    models.kernels,
                 )
                 plan = replace(plan, steps_per_s=curve)
             plans.append((given, f"{name} K={plan.drafts}", loaded.module, plan))

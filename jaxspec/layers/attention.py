@@ -8,8 +8,9 @@ from jaxspec.config import AttentionConfig
 from jaxspec.layers.cache import write_slots
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norm import RMSNorm, rms_normalize
-from jaxspec.layers.rope import apply_rope
+from jaxspec.layers.rope import apply_rope, inverse_frequencies
 from jaxspec_kernels.block_attention import block_attention
+from jaxspec_kernels.kv_injection import LayerKV
 
 
 class Attention(nnx.Module):
@@ -76,6 +77,23 @@ class Attention(nnx.Module):
         """Keys and values of x [B, T, D] written to slots `positions` int32 [B, T] of entries [B, K, S, H]; returns the new entries."""
         k, v = self.keys_values(x, positions)
         return write_slots(k_entry, k, positions), write_slots(v_entry, v, positions)
+
+    def injection(self) -> LayerKV:
+        """What `inject_kv` needs to do for many layers at once what `write` does for this one."""
+        if self.k is None:
+            raise ValueError("this layer reads another layer's keys and values")
+        frequencies, scaling = inverse_frequencies(self.config.rope)
+        return LayerKV(
+            k=self.k.weight[...],
+            v=None if self.v is None else self.v.weight[...],
+            k_bias=None if self.k.bias is None else self.k.bias[...],
+            v_bias=None if self.v is None or self.v.bias is None else self.v.bias[...],
+            k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+            norm_offset=0.0 if self.k_norm is None else self.k_norm.offset,
+            v_norm=self.config.v_norm,
+            frequencies=frequencies,
+            scaling=scaling,
+        )
 
     def attend(self, x: jax.Array, positions: jax.Array, k_entry: jax.Array, v_entry: jax.Array) -> jax.Array:
         """x [B, T, D] at consecutive `positions` int32 [B, T], already written to the entries [B, K, S, H] -> [B, T, D]."""

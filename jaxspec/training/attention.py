@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.training.parts import in_parts
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def two_part_attention(
         own_mask: bool [S, J], what a slot sees of its own block; None: everything.
         scale: on the scores.
         softcap: cap on the scaled scores.
-        chunk: blocks at a time, their scores made again in the backward pass; None: all at once, scores kept.
+        chunk: blocks whose scores are there at a time; None: as many as `in_parts` allows.
 
     Returns:
         [B, A, S, N, H] in q's dtype; zeros for a slot that sees nothing.
@@ -52,18 +54,9 @@ def two_part_attention(
     def attend(q: jax.Array, span: Span, own: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         return _attend(q, context, span, own, own_mask, scale, softcap)
 
-    blocks = q.shape[1]
-    if chunk is None or blocks <= chunk:
-        return attend(q, span, own)
-    missing = -blocks % chunk
-
-    def split(x: jax.Array) -> jax.Array:
-        """[B, A, ...] -> [A / chunk, B, chunk, ...], padded with blocks that see nothing."""
-        x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
-        return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    parts = lax.map(lambda part: jax.checkpoint(attend)(*part), jax.tree.map(split, (q, span, own)))
-    return parts.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :blocks]
+    seen = context[0].shape[1] + (0 if own is None else own[0].shape[2])
+    scores = q.shape[0] * q.shape[2] * q.shape[3] * seen  # of one block in every row
+    return in_parts(attend, (q, span, own), chunk, scores)
 
 
 def _attend(

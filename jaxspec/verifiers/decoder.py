@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
         Returns hidden [B, T, D] after the final norm, the tapped streams [B, T, len(taps) * D] (None without taps), and the cache.
         """
         x = self.embed(tokens)
-        per_layer_inputs = self._per_layer_inputs(tokens, x) if self.config.per_layer_width else None
+        per_layer_inputs = self.per_layer_inputs(tokens, x) if self.config.per_layer_width else None
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         attention = [layer.attention for layer in self.config.layers]
         entry_of = {layer: entry for entry, layer in enumerate(cache_owners(attention))}
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _per_layer_inputs(self, tokens: jax.Array, embedded: jax.Array) -> jax.Array:
+    def per_layer_inputs(self, tokens: jax.Array, embedded: jax.Array) -> jax.Array:
         """tokens int32 [B, T], embedded [B, T, D] -> [B, T, L, P] (Gemma-4 per-layer embeddings)."""
         width_scale = jnp.asarray(self.config.width**-0.5, embedded.dtype)
         projected = self.per_layer_norm(self.per_layer_projection(embedded) * width_scale)

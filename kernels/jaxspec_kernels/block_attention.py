@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-IMPLEMENTATIONS = ("xla",)
+from jaxspec_kernels.implementation import Implementation, resolve
 
 # Slots that the CPU attends to at a time: the cost then follows the longest row's length instead of the cache's capacity.
 CPU_CHUNK = 256
@@ -26,7 +26,7 @@ def block_attention(
     window: int | None = None,
     window_from_block: bool = False,
     softcap: float | None = None,
-    implementation: str = "xla",
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """softmax(softcap(scale q k^T) + mask) v, accumulated in float32.
 
@@ -35,11 +35,19 @@ def block_attention(
     j <= p (causal) or j < length + T (bidirectional), and p - window < j (bidirectional: also j < p + window). With
     `window_from_block` the window is length - window <= j for every query instead (speculators' training mask of block
     drafters). Returns [B, T, N, H] in q's dtype.
+
+    Shapes that the kernel does not take (`block_attention_pallas.supports`) go the plain way whatever the implementation is.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    chosen = resolve(implementation)
     if q.shape[2] % k.shape[1]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[1]} key heads")
+    if chosen != "xla":
+        # Imported here: a process that runs no kernel needs no Pallas.
+        from jaxspec_kernels import block_attention_pallas as kernel
+
+        if kernel.supports(q, k, interpret=chosen == "interpret"):
+            mask = kernel.Mask(scale, causal, window, window_from_block, softcap)
+            return kernel.block_attention(q, k, v, length, mask, interpret=chosen == "interpret")
     attend = partial(
         _attend, scale=scale, causal=causal, window=window, window_from_block=window_from_block, softcap=softcap
     )

@@ -24,6 +24,7 @@ from jaxspec.training.objectives.base import (
     same_document,
     take,
 )
+from jaxspec.training.parts import in_parts
 
 Decay = Literal["fixed", "dpace", "none"]
 
@@ -41,7 +42,7 @@ class BlockObjective:
         labels: what a slot learns.
         normalise: divide by the number of slots, or by the sum of their fixed weights (DeepSpec).
         confidence: weight of the confidence head's cross-entropy; 0 leaves it out.
-        chunk: blocks that attend at a time; None: all (`two_part_attention`).
+        chunk, scored: blocks that attend, and whose logits are there, at a time; None: as many as `in_parts` allows.
     """
 
     size: int
@@ -55,6 +56,7 @@ class BlockObjective:
     normalise: Literal["slots", "weights"] = "slots"
     confidence: float = 0.0
     chunk: int | None = None
+    scored: int | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -102,14 +104,34 @@ class BlockObjective:
     ) -> tuple[jax.Array, Metrics]:
         """See `Objective`."""
         counts = self.counts(batch, choices)[..., self.first :]
-        source, label = (index[..., self.first :] for index in self.indices(choices))
-        logits, confidence = self.heads(drafter, batch, features, choices)
+        hidden = self.denoise(drafter, batch, features, choices)
+
+        def score(hidden: jax.Array, anchors: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.score(drafter, target, batch, features, hidden, anchors, counts)
+
+        sums, right = in_parts(score, (hidden, choices, counts), self.scored, self._logits(drafter, batch))
+        return jnp.sum(sums, axis=(0, 1)), Metrics.of(right, counts)
+
+    def score(
+        self,
+        drafter: DFlash,
+        target: Target,
+        batch: Batch,
+        features: Features,
+        hidden: jax.Array,
+        anchors: jax.Array,
+        counts: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of blocks at anchors int32 [B, A] with hidden [B, A, size, D] and slots that count bool [B, A, S]: what each adds to the sums,
+        float32 [B, A, terms], and which of its drafts are right, bool [B, A, S]."""
+        source, label = (index[..., self.first :] for index in self.indices(anchors))
+        logits, confidence = self.heads(drafter, batch, hidden, anchors)
         wanted = target.logits(take(features.last, source))  # [B, A, S, Vd]
         tokens = take(batch.tokens, label)
         weight = (
             counts.astype(jnp.float32) * losses.fixed_decay(self.size, self.gamma, self.first)[None, None, self.first :]
         )
-        total = jnp.float32(0)
+        total = jnp.zeros(anchors.shape, jnp.float32)
         for name, coefficient in (self.mixture or {"ce": 1.0}).items():
             if name == "ce" and self.labels == "data":
                 labels = target.labels(tokens)
@@ -120,29 +142,34 @@ class BlockObjective:
                 element = element * losses.dpace(element, counts, self.alpha)
             elif self.decay == "fixed":
                 element = element * weight
-            total = total + coefficient * jnp.sum(jnp.where(counts, element, 0.0))
+            total = total + coefficient * jnp.sum(jnp.where(counts, element, 0.0), axis=-1)
         sums = [total]
         if self.confidence:
             assert confidence is not None, "this drafter has no confidence head"
             accept = jax.lax.stop_gradient(losses.acceptance(logits, wanted))
             element = -accept * jax.nn.log_sigmoid(confidence) - (1 - accept) * jax.nn.log_sigmoid(-confidence)
-            sums.append(self.confidence * jnp.sum(jnp.where(counts, element * weight, 0.0)))
+            sums.append(self.confidence * jnp.sum(jnp.where(counts, element * weight, 0.0), axis=-1))
         right = jnp.argmax(logits, axis=-1) == expected(target, tokens, wanted, self.labels)
-        return jnp.stack(sums), Metrics.of(right, counts)
+        return jnp.stack(sums, axis=-1), right
 
     def accepts(self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
         """See `Objective`."""
         _, label = (index[..., self.first :] for index in self.indices(anchors))
-        logits, _ = self.heads(drafter, batch, features, anchors)
-        drafts = drafter.vocabulary.to_verifier(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+        def greedy(hidden: jax.Array, anchors: jax.Array) -> jax.Array:
+            return jnp.argmax(self.heads(drafter, batch, hidden, anchors)[0], axis=-1).astype(jnp.int32)
+
+        hidden = self.denoise(drafter, batch, features, anchors)
+        drafts = in_parts(greedy, (hidden, anchors), self.scored, self._logits(drafter, batch))
+        drafts = drafter.vocabulary.to_verifier(drafts)
         here = jnp.broadcast_to(anchors[..., None], label.shape)
         return (drafts == take(batch.tokens, label)) & same_document(batch, here, label)
 
     def heads(
-        self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array
+        self, drafter: DFlash, batch: Batch, hidden: jax.Array, anchors: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Logits float32 [B, A, S, Vd] and confidence logits [B, A, S] of the slots that draft, the data's tokens before them."""
-        hidden = self.denoise(drafter, batch, features, anchors)  # [B, A, size, D]
+        """Logits float32 [B, A, S, Vd] and confidence logits [B, A, S] of the slots that draft, the data's tokens before them, from
+        hidden [B, A, size, D]."""
         if not isinstance(drafter, DSpark):
             return drafter.vocabulary.logits(hidden[:, :, self.first :]), None
         tokens = take(batch.tokens, self.slots(anchors))
@@ -152,6 +179,10 @@ class BlockObjective:
         if confidence is not None:
             confidence = confidence.reshape(hidden.shape[:3])[:, :, self.first :]
         return logits, confidence
+
+    def _logits(self, drafter: DFlash, batch: Batch) -> int:
+        """How many logits one block in every row has."""
+        return batch.tokens.shape[0] * self.size * drafter.config.draft_vocab_size
 
     def denoise(self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
         """Hidden [B, A, size, D] after the final norm, of blocks at anchors int32 [B, A]. A block sees its document's context strictly

@@ -14,6 +14,7 @@ from jaxspec.training import losses
 from jaxspec.training.attention import Span, two_part_attention
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.objectives.base import Metrics, Target, document_start, same_document, take
+from jaxspec.training.parts import in_parts
 
 # Keys and values [B, T, K, H] of one pass, for each layer.
 Pass = list[tuple[jax.Array, jax.Array]]
@@ -27,13 +28,14 @@ class Eagle3Objective:
         steps: passes; pass s predicts token t + 2 + s of row t, from its own features where s > 0.
         step_decay: pass s weighs step_decay^s.
         mixture: losses and their weights.
-        chunk: rows that attend at a time; None: all (`two_part_attention`).
+        chunk, scored: rows that attend, and whose logits are there, at a time; None: as many as `in_parts` allows.
     """
 
     steps: int = 3
     step_decay: float = 1.0
     mixture: Mapping[str, float] | None = None
     chunk: int | None = None
+    scored: int | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -60,21 +62,30 @@ class Eagle3Objective:
         del choices
         wanted = target.logits(features.last)  # [B, T, Vd], of the token after each
         sums, right, counted = [], [], []
-        for step, logits in enumerate(self.passes(drafter, batch, features, self.steps)):
-            counts = self.counts(batch, step)
-            here = jnp.roll(wanted, -1 - step, axis=1)
+
+        def score(stream: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits, here = drafter.logits_of(stream), take(wanted, rows)
             element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, here)
+            return element, jnp.argmax(logits, axis=-1) == jnp.argmax(here, axis=-1)
+
+        for step, stream in enumerate(self.passes(drafter, batch, features, self.steps)):
+            counts = self.counts(batch, step)
+            element, same = in_parts(score, (stream, _rows(batch) + 1 + step), self.scored, _logits(drafter, batch))
             sums.append(self.step_decay**step * jnp.sum(jnp.where(counts, element, 0.0)))
-            right.append(jnp.argmax(logits, axis=-1) == jnp.argmax(here, axis=-1))
+            right.append(same)
             counted.append(counts)
         return jnp.stack(sums), Metrics.of(jnp.stack(right, axis=-1), jnp.stack(counted, axis=-1))
 
     def accepts(self, drafter: Eagle3, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
         """See `Objective`."""
         row = _rows(batch)
+
+        def greedy(stream: jax.Array) -> jax.Array:
+            return jnp.argmax(drafter.logits_of(stream), axis=-1).astype(jnp.int32)
+
         right = []
-        for step, logits in enumerate(self.passes(drafter, batch, features, self.steps)):
-            drafts = drafter.vocabulary.to_verifier(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        for step, stream in enumerate(self.passes(drafter, batch, features, self.steps)):
+            drafts = drafter.vocabulary.to_verifier(in_parts(greedy, (stream,), self.scored, _logits(drafter, batch)))
             label = row + 2 + step
             right.append((drafts == take(batch.tokens, label)) & same_document(batch, row, label))
         # The first token of a document has no pair before it: nothing is drafted there.
@@ -82,14 +93,14 @@ class Eagle3Objective:
         return take(jnp.stack(right, axis=-1), anchors - 1) & paired
 
     def passes(self, drafter: Eagle3, batch: Batch, features: Features, steps: int) -> list[jax.Array]:
-        """Logits float32 [B, T, Vd] of each pass, every token before the predicted one as in the data."""
+        """The stream [B, T, D] behind the last layer of each pass, every token before the predicted one as in the data."""
         stream, out = drafter.fuse(features.taps), []
         done: list[Pass] = []
         for step in range(steps):
             tokens = jnp.roll(batch.tokens, -1 - step, axis=1)
             stream, made = self.run(drafter, batch, tokens, stream, done)
             done.append(made)
-            out.append(drafter.logits_of(stream))
+            out.append(stream)
             stream = drafter.recycled(stream)
         return out
 
@@ -142,3 +153,8 @@ def stack_own(passes: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax
 def _rows(batch: Batch) -> jax.Array:
     """int32 [B, T]: every index."""
     return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None], batch.tokens.shape)
+
+
+def _logits(drafter: Eagle3, batch: Batch) -> int:
+    """How many logits one pair in every row has."""
+    return batch.tokens.shape[0] * drafter.config.draft_vocab_size

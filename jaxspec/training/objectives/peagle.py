@@ -14,6 +14,7 @@ from jaxspec.training.attention import two_part_attention
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.objectives.base import Metrics, Target, same_document, take
 from jaxspec.training.objectives.eagle3 import pair_span, stack_own
+from jaxspec.training.parts import in_parts
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class PEagleObjective:
         ratio, floor: of the sparsification (`choose_chains`).
         seeds: most chains a row starts with.
         mixture: losses and their weights.
-        chunk: chains that attend at a time; None: all (`two_part_attention`).
+        chunk, scored: pairs that attend, and whose logits are there, at a time; None: as many as `in_parts` allows.
     """
 
     depths: int = 8
@@ -34,6 +35,7 @@ class PEagleObjective:
     seeds: int = 512
     mixture: Mapping[str, float] | None = None
     chunk: int | None = None
+    scored: int | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -68,10 +70,17 @@ class PEagleObjective:
         groups = self.groups(batch, choices)
         rows = jnp.concatenate([row for row, _ in groups], axis=1)
         counts = jnp.concatenate([counted for _, counted in groups], axis=1)
-        logits = drafter.logits_of(self.streams(drafter, batch, features, choices.anchors, [r for r, _ in groups]))
-        wanted = target.logits(take(features.last, rows + 1))
-        element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, wanted)
-        right = (jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)) & counts
+        streams = self.streams(drafter, batch, features, choices.anchors, [r for r, _ in groups])
+
+        def score(streams: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = drafter.logits_of(streams)
+            wanted = target.logits(take(features.last, rows + 1))
+            element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, wanted)
+            return element, jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)
+
+        logits = batch.tokens.shape[0] * drafter.config.draft_vocab_size  # of one pair in every row
+        element, right = in_parts(score, (streams, rows), self.scored, logits)
+        right = right & counts
         return jnp.stack([jnp.sum(jnp.where(counts, element, 0.0))]), self._metrics(groups, right, choices)
 
     def _metrics(self, groups: list[tuple[jax.Array, jax.Array]], right: jax.Array, chains: Chains) -> Metrics:

@@ -1,0 +1,119 @@
+"""`python -m jaxspec.train`: a drafter for a verifier, by a recipe."""
+
+import logging
+import shutil
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxspec.cli import Parser, leave, run
+from jaxspec.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxspec.training.recipe import Recipe
+
+NAME = "jaxspec.train"
+
+
+def main(argv: list[str]) -> None:
+    """Parse, train, print.
+
+    Raises:
+        InputError: a flag, recipe, document or model that is not right.
+        CheckFailed: the loss is not finite.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint has been saved.
+    """
+    args = _parser().parse_args(argv)
+    for name in ("absl", "asyncio"):  # orbax tells of whatever it raises as well
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    from jaxspec.training.recipe import read_recipe
+
+    recipe = read_recipe(Path(args.config), args.set)
+    if args.fresh:
+        _remove(Path(recipe.run.output).expanduser())
+    if args.write_answers:
+        _write_answers(recipe)
+    elif args.write_features:
+        _write_features(recipe)
+    else:
+        _train(recipe, args)
+
+
+def _parser() -> Parser:
+    parser = Parser(NAME, "Train a drafter by a recipe, or write what training reads.")
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE.yaml", help="the recipe")
+    add(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe: optimizer.lr=1e-3; repeatable"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write-answers", action="store_true", help="let the verifier answer data.questions, and stop")
+    what.add_argument(
+        "--write-features", action="store_true", help="write the documents' features to data.features, and stop"
+    )
+    what.add_argument("--export", action="store_true", help="write the drafter of the best checkpoint so far, and stop")
+    what.add_argument("--dry-run", action="store_true", help="check everything, show what would be trained, and stop")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    how.add_argument("--fresh", action="store_true", help="remove what an earlier run left in run.output first")
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _train(recipe: "Recipe", args: Namespace) -> None:
+    from jaxspec.training.placement import make_mesh
+    from jaxspec.training.setup import set_up
+    from jaxspec.training.trainer import Trainer
+
+    setup = set_up(recipe, _say)
+    if args.export:
+        from jaxspec.training.finish import export_run
+
+        step, drafter = export_run(setup, _say)
+        _say(f"the drafter of step {step}:")
+        print(drafter)
+        return
+    trainer = Trainer(setup, make_mesh(recipe.mesh), _say)
+    if args.dry_run:
+        trainer.describe()
+        return
+    outcome = trainer.run(args.resume)
+    if outcome.drafter is not None:
+        best = "" if outcome.best is None else f", acceptance length {outcome.best:.3f} on held-out documents"
+        _say(f"finished after {outcome.step} steps{best}")
+        print(outcome.drafter)
+
+
+def _write_features(recipe: "Recipe") -> None:
+    from jaxspec.training.write import write_all_features
+
+    write_all_features(recipe, _say)
+
+
+def _write_answers(recipe: "Recipe") -> None:
+    from jaxspec.training.write import write_all_answers
+
+    write_all_answers(recipe, _say)
+
+
+def _remove(output: Path) -> None:
+    """What a run keeps in its directory, and nothing else."""
+    from jaxspec.training.files import LEFTOVERS
+
+    for name in LEFTOVERS:
+        path = output / name
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"--fresh: {path}: cannot be removed: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    leave(run(NAME, main))

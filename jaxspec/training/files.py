@@ -1,0 +1,13 @@
+"""Names in a run's directory."""
+
+CHECKPOINTS = "checkpoints"
+IDENTITY = "run.json"
+VOCABULARY = "vocabulary.npy"
+METRICS = "metrics.jsonl"
+EVENTS = "tensorboard"
+PICTURE = "training.png"
+SUMMARY = "summary.json"
+DRAFTER = "drafter"
+
+LEFTOVERS = (CHECKPOINTS, IDENTITY, VOCABULARY, METRICS, EVENTS, PICTURE, SUMMARY, DRAFTER)
+"""All of them: what `--fresh` removes."""

@@ -1,0 +1,172 @@
+"""What the gate compiles: the kernels at the shapes of three published pairs, and those pairs' whole programs.
+
+Sizes come from the published configs under tests/data; no weight is allocated.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aot_gate.target import Target
+from jaxspec.checkpoint.drafters.formats import detect_format
+from jaxspec.checkpoint.drafters.load import abstract_drafter
+from jaxspec.checkpoint.load import abstract_decoder
+from jaxspec.config import AttentionConfig, VerifierConfig
+from jaxspec.decoding.loop import MAX_CYCLES
+from jaxspec.decoding.params import SamplingParams
+from jaxspec.decoding.planning import make_plan
+from jaxspec.decoding.programs import Key, Programs
+from jaxspec.decoding.sampling import SamplingRows
+from jaxspec.decoding.speculative import SpeculativeConfig
+from jaxspec.decoding.state import DecodeState, Requests
+from jaxspec.drafters.config import DrafterConfig
+from jaxspec.layers.rope import inverse_frequencies
+from jaxspec.verifiers.families import parse_config
+from jaxspec.verifiers.hf import Fields
+from jaxspec_kernels.block_attention import block_attention
+from jaxspec_kernels.kv_injection import LayerKV, inject_kv
+
+DATA = Path(__file__).parents[2] / "tests" / "data"
+CAPACITY = 8192  # S
+PREFILL = 512  # T of the prefill program
+
+# One program to compile: its name, and what lowers it.
+Case = tuple[str, Callable[[], jax.stages.Lowered]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published verifier and drafter, by the names of their files under tests/data."""
+
+    verifier: str
+    drafter: str
+
+    @property
+    def name(self) -> str:
+        return self.drafter.split("_", 1)[1]  # without the publisher
+
+    def configs(self) -> tuple[VerifierConfig, DrafterConfig]:
+        verifier = parse_config(json.loads((DATA / f"{self.verifier}.json").read_text()), self.verifier)[0]
+        data = json.loads((DATA / "drafters" / f"{self.drafter}.json").read_text())
+        fields, names = Fields(data["config"], data["checkpoint"]), data["tensors"].keys()
+        return verifier, detect_format(fields, names).read(fields, names, None).config
+
+
+PAIRS = (
+    Pair("qwen3_8b", "redhat_qwen3_8b_peagle"),
+    Pair("qwen3_30b_a3b", "redhat_qwen3_30b_a3b_dflash"),
+    Pair("gemma4_31b_it", "redhat_gemma4_31b_it_dspark"),
+)
+
+
+def kernel_cases(target: Target, dtypes: tuple[str, ...] = ("bfloat16",)) -> Iterator[Case]:
+    """Block attention of each kind of layer, at 8 and 16 queries and at a prefill's; KV injection of each block drafter."""
+    for dtype in dtypes:
+        for attention in attention_shapes():
+            for block in (8, 16, PREFILL):
+                yield attention_case(target, attention, batch=1, block=block, dtype=dtype)
+        for pair in PAIRS:
+            drafter = pair.configs()[1]
+            if drafter.block is None:
+                continue
+            for batch, block in ((1, 8), (1, 16), (8, 8), (1, PREFILL + 1)):
+                yield injection_case(target, pair.name, drafter, batch, block, dtype)
+
+
+def attention_shapes() -> list[AttentionConfig]:
+    """One attention of each shape in the pairs' verifiers and drafters."""
+    found = {}
+    for pair in PAIRS:
+        for layer in (layer for config in pair.configs() for layer in config.layers):
+            one = layer.attention
+            key = one.heads, one.kv_heads, one.head_dim, one.window, one.causal, one.window_from_block
+            found.setdefault(key, one)
+    return list(found.values())
+
+
+def attention_case(target: Target, attention: AttentionConfig, batch: int, block: int, dtype: str) -> Case:
+    n, k, h = attention.heads, attention.kv_heads, attention.head_dim
+    q = jax.ShapeDtypeStruct((batch, block, n, h), jnp.dtype(dtype))
+    cache = jax.ShapeDtypeStruct((batch, k, CAPACITY, h), jnp.dtype(dtype))
+    run = partial(
+        block_attention,
+        scale=attention.scale,
+        causal=attention.causal,
+        window=attention.window,
+        window_from_block=attention.window_from_block,
+        softcap=attention.softcap,
+    )
+    sight = (
+        "causal" if attention.causal else "both ways",
+        *([f"window {attention.window}"] if attention.window else []),
+    )
+    name = f"attention N {n} K {k} H {h} B {batch} T {block} {' '.join(sight)} {dtype}"
+    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return name, partial(target.lower, jax.jit(run), (q, cache, cache, length))
+
+
+def injection_case(target: Target, name: str, drafter: DrafterConfig, batch: int, block: int, dtype: str) -> Case:
+    attention, number = drafter.layers[0].attention, len(drafter.layers)
+    k, h, d = attention.kv_heads, attention.head_dim, drafter.width
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    weights = [
+        (array(k, h, d), None if attention.v_from_k else array(k, h, d), array(h) if attention.qk_norm else None)
+        for _ in range(number)
+    ]
+    turns = [inverse_frequencies(layer.attention.rope) for layer in drafter.layers]
+
+    def run(x: jax.Array, weights: list[Any], k: Any, v: Any, start: jax.Array, count: jax.Array) -> Any:
+        layers = [
+            LayerKV(k, v, None, None, norm, 0.0, attention.v_norm, frequencies, scaling)
+            for (k, v, norm), (frequencies, scaling) in zip(weights, turns, strict=True)
+        ]
+        return inject_kv(x, layers, k, v, start, count, eps=drafter.norm_eps)
+
+    caches = tuple(array(batch, k, CAPACITY, h) for _ in range(number))
+    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    jitted = jax.jit(run, donate_argnums=(2, 3))
+    label = f"injection {name} L {number} K {k} H {h} D {d} B {batch} T {block} {dtype}"
+    return label, partial(target.lower, jitted, (array(batch, block, d), weights, caches, caches, rows, rows))
+
+
+class AbstractPrograms(Programs):
+    """An engine's programs on shapes: each is lowered for the target instead of run, and gives the shapes of its results."""
+
+    def __init__(self, target: Target, pair: Pair):
+        verifier, drafter = pair.configs()
+        dtype = jnp.bfloat16
+        plan = make_plan(SpeculativeConfig(), drafter)
+        super().__init__(verifier, abstract_decoder(verifier, dtype), abstract_drafter(drafter, dtype), plan)
+        self._target = target
+        self.lowered: list[tuple[str, jax.stages.Lowered]] = []
+
+    def _program(self, key: Key, build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]) -> Any:
+        lowered = self._target.lower(build(), arguments)
+        self.lowered.append((str(key[0]), lowered))
+        return lambda *_: lowered.out_info
+
+
+def pair_cases(target: Target, pair: Pair, batch: int = 1) -> Iterator[Case]:
+    """What the engine compiles to answer: prefill of PREFILL tokens, and the decode loop round the cycle, at CAPACITY slots."""
+    programs = AbstractPrograms(target, pair)
+    tokens = np.zeros((batch, PREFILL + 1), np.int32)
+    rows: Any = np.zeros(batch, np.int32)  # only its shape counts, as everywhere here
+    cache, draft = programs.empty(rows, CAPACITY)
+    cache, draft = programs.prefill(cache, draft, tokens, rows)
+    state = DecodeState(cache, rows, rows, rows, None, draft)
+    sampling = jax.eval_shape(lambda: SamplingRows.of([SamplingParams()] * batch, [0] * batch))
+    stop_ids: Any = np.zeros((batch, 4), np.int32)
+    requests = Requests(sampling, rows, stop_ids)
+    programs.decode(state, requests, MAX_CYCLES)
+    for name, lowered in programs.lowered:
+        yield f"{pair.name} {name} B {batch}", lambda lowered=lowered: lowered
