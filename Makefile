@@ -35,7 +35,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-train aot clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train aot clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -48,6 +48,7 @@ help:
 	@echo "make drafter-goldens  likewise those of the drafters  (DEEPSPEC=clone of deepseek-ai/DeepSpec, CASES=\"dflash zlab\")"
 	@echo "make training-goldens  those of the training objectives, for the drafters' fixtures  (likewise)"
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
+	@echo "make bench-cycle  what a cycle costs besides the models, and its speed against dflash + torch  (BENCH_FLAGS=\"split growth\")"
 	@echo "make bench-train  speed and memory of a training step against speculators + torch  (BENCH_FLAGS=\"--methods dflash\")"
 	@echo "make aot          compile kernels and whole programs for GPUs that are not here  (AOT_FLAGS=\"--only kernels\")"
 	@echo "make clean        remove the environments and caches in this folder"
@@ -120,6 +121,10 @@ training-goldens: $(REFERENCE)/.installed
 bench: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/fetch_demo.py
 	@$(REFERENCE)/bin/python tools/bench_decode.py $(BENCH_FLAGS)
+
+bench-cycle: $(REFERENCE)/.installed
+	@$(REFERENCE)/bin/python tools/fetch_demo.py
+	@$(REFERENCE)/bin/python tools/bench_cycle.py $(BENCH_FLAGS)
 
 aot: $(AOT)/.installed
 	@$(AOT)/bin/python tools/aot.py $(AOT_FLAGS)

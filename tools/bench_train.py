@@ -171,12 +171,13 @@ def memory_ratio(found: dict[str, Footprint], of: str) -> float:
 
 
 def show_speed(method: Method, found: Speed) -> None:
-    """A line, and what was wanted."""
-    rates = ", ".join(
-        f"{name if name == JAXSPEC else f'torch {name}'} {found.positions / seconds:.0f} positions/s ({seconds:.2f} s a step)"
-        for name, seconds in found.seconds.items()
-    )
-    print(f"{method:6}: {rates}", flush=True)
+    """A line for each side, and what was wanted."""
+    for side, seconds in found.seconds.items():
+        print(
+            f"{method:6}: {shown(side)} {found.positions / seconds:5.0f} positions/s, {seconds:.2f} s a step "
+            f"({found.cpu_seconds[side]:.2f} s of CPU time)",
+            flush=True,
+        )
     if len(found.seconds) > 1:
         print(
             f"  {found.ratio:.2f} x (wanted: {SPEED_WANTED}); losses within {found.loss_error:.1e} of one another, gradient norms within "
@@ -188,11 +189,9 @@ def show_speed(method: Method, found: Speed) -> None:
 def show_memory(method: Method, found: dict[str, Footprint]) -> None:
     """A line for each side, and what was wanted."""
     for side, memory in found.items():
-        name = side if side == JAXSPEC else f"torch {side}"
+        temporaries = f"; XLA's temporaries {memory.temporaries:.0f} MB" if memory.temporaries else ""
         print(
-            f"{method:6}: {name:11} peak {memory.peak:5.0f} MB: {memory.over_imports:5.0f} over its imports, "
-            f"{memory.peak - memory.loaded:5.0f} over weights and batch"
-            + (f", {memory.temporaries:.0f} of them XLA's temporaries" if memory.temporaries else ""),
+            f"{method:6}: {shown(side)} peak {memory.peak:5.0f} MB, {memory.over_imports:5.0f} over its imports{temporaries}",
             flush=True,
         )
     if len(found) > 1:
@@ -201,6 +200,11 @@ def show_memory(method: Method, found: dict[str, Footprint]) -> None:
             f"{memory_ratio(found, 'over_imports'):.2f} x without the imports",
             flush=True,
         )
+
+
+def shown(side: str) -> str:
+    """Its name in a table."""
+    return f"{JAXSPEC if side == JAXSPEC else f'torch {side}':11}"
 
 
 def main() -> int:
@@ -219,7 +223,7 @@ def main() -> int:
         method, side, folder = args.alone
         print(json.dumps(asdict(footprint(cast(Method, method), side, Path(folder), args.anchors, args.threads))))
         return 0
-    from training_bench.case import write_case
+    from training_bench.checkpoints import write_case
 
     attentions = ATTENTIONS if importlib.util.find_spec("speculators") is not None else ()
     if not attentions:

@@ -116,12 +116,6 @@ def attention_layers(config: DrafterConfig) -> list[AttentionConfig]:
     return [layer.attention for layer in config.layers]
 
 
-def context_positions(context: Context, cache: KVCache) -> jax.Array:
-    """Positions int32 [B, T] of the context's rows; those that don't count lie outside the cache, so that writing them is dropped."""
-    steps = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(steps < context.count[:, None], cache.length[:, None] + steps, cache.capacity)
-
-
 def choose_each(logits: jax.Array, choose: Choose) -> tuple[jax.Array, jax.Array | None]:
     """logits float32 [B, K, Vd], slots that don't depend on one another -> ids int32 [B, K] and log_q [B, K, Vd]."""
     return jax.vmap(choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(logits.shape[1], dtype=jnp.int32))
