@@ -16,8 +16,8 @@ from jaxspec.training.recipe import VerifierRecipe
 from jaxspec.training.setup import open_side
 from training_bench.case import (
     DRAFT_VOCAB,
-    HEADS,
     HEAD_DIM,
+    HEADS,
     KV_HEADS,
     MLP_WIDTH,
     SEED,
