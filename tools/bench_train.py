@@ -101,11 +101,11 @@ def footprints(method: Method, sides: list[str], folder: Path, anchors: int, thr
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step by side, medians, by the clock and of the CPUs; how many positions a step trains; the largest relative differences
+    """Seconds of each step by side, by the clock and of the CPUs; how many positions a step trains; the largest relative differences
     between the sides of the first loss, of any loss, and of any gradient norm."""
 
-    seconds: dict[str, float]
-    cpu_seconds: dict[str, float]
+    seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     positions: int
     first_loss_error: float
     loss_error: float
@@ -114,7 +114,8 @@ class Speed:
     @property
     def ratio(self) -> float:
         """Of the rates, against torch's faster attention."""
-        return min(seconds for side, seconds in self.seconds.items() if side != JAXSPEC) / self.seconds[JAXSPEC]
+        medians = {side: statistics.median(seconds) for side, seconds in self.seconds.items()}
+        return min(median for side, median in medians.items() if side != JAXSPEC) / medians[JAXSPEC]
 
 
 def speed(method: Method, folder: Path, anchors: int, threads: int, rounds: int, attentions: tuple[str, ...]) -> Speed:
@@ -147,8 +148,8 @@ def speed(method: Method, folder: Path, anchors: int, threads: int, rounds: int,
         losses.append(spread([loss for loss, _ in seen]))
         norms.append(spread([norm for _, norm in seen]))
     made = Speed(
-        {name: statistics.median(wall) for name, (wall, _) in clocks.items()},
-        {name: statistics.median(cpu) for name, (_, cpu) in clocks.items()},
+        {name: wall for name, (wall, _) in clocks.items()},
+        {name: cpu for name, (_, cpu) in clocks.items()},
         positions,
         losses[0],
         max(losses),
@@ -172,10 +173,10 @@ def memory_ratio(found: dict[str, Footprint], of: str) -> float:
 
 def show_speed(method: Method, found: Speed) -> None:
     """A line for each side, and what was wanted."""
-    for side, seconds in found.seconds.items():
+    for side, every in found.seconds.items():
+        seconds, cpu = statistics.median(every), statistics.median(found.cpu_seconds[side])
         print(
-            f"{method:6}: {shown(side)} {found.positions / seconds:5.0f} positions/s, {seconds:.2f} s a step "
-            f"({found.cpu_seconds[side]:.2f} s of CPU time)",
+            f"{method:6}: {shown(side)} {found.positions / seconds:5.0f} positions/s, {seconds:.2f} s a step ({cpu:.2f} s of CPU time)",
             flush=True,
         )
     if len(found.seconds) > 1:
