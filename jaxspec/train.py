@@ -31,11 +31,25 @@ def main(argv: list[str]) -> None:
 
     recipe = read_recipe(Path(args.config), args.set)
     if args.fresh:
+        other = next(
+            (
+                flag
+                for flag in ("write_answers", "write_features", "export", "calibrate", "dry_run")
+                if getattr(args, flag)
+            ),
+            None,
+        )
+        if other is not None:
+            raise InputError(
+                f"--fresh removes what an earlier run left, and --{other.replace('_', '-')} trains nothing: leave one of them out"
+            )
         _remove(Path(recipe.run.output).expanduser())
     if args.write_answers:
         _write_answers(recipe)
     elif args.write_features:
         _write_features(recipe)
+    elif args.calibrate is not None:
+        _calibrate(recipe, args.calibrate.expanduser())
     else:
         _train(recipe, args)
 
@@ -53,6 +67,12 @@ def _parser() -> Parser:
         "--write-features", action="store_true", help="write the documents' features to data.features, and stop"
     )
     what.add_argument("--export", action="store_true", help="write the drafter of the best checkpoint so far, and stop")
+    what.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="DRAFTER_DIR",
+        help="fit the temperatures of a dspark drafter's confidences on the held-out documents, store them with it, and stop",
+    )
     what.add_argument("--dry-run", action="store_true", help="check everything, show what would be trained, and stop")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
@@ -98,6 +118,14 @@ def _write_answers(recipe: "Recipe") -> None:
     from jaxspec.training.write import write_all_answers
 
     write_all_answers(recipe, _say)
+
+
+def _calibrate(recipe: "Recipe", drafter: Path) -> None:
+    from jaxspec.training.calibration import calibrate
+
+    for line in calibrate(recipe, drafter, _say).lines():
+        _say(line)
+    print(drafter)
 
 
 def _remove(output: Path) -> None:

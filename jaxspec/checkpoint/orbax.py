@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxspec.checkpoint.match import Match, tie
 from jaxspec.checkpoint.safetensors import DTYPES, MAP_DTYPES, read_json
 from jaxspec.checkpoint.source import StoredTensor
-from jaxspec.checkpoint.write import write_json
+from jaxspec.checkpoint.write import replace_json, write_json
 from jaxspec.errors import InputError
 from jaxspec.verifiers.names import Link
 from jaxspec.verifiers.names import Path as ParameterPath
@@ -58,6 +58,11 @@ def read_manifest(directory: Path, kind: Kind) -> dict[str, Any]:
         flag = "--drafter" if manifest.get("kind") == "drafter" else "--model"
         raise InputError(f"{where}: this is a {manifest.get('kind')}, not a {kind}; give it as {flag}")
     return manifest
+
+
+def replace_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Puts another manifest beside the arrays. Raises OSError where it cannot be written."""
+    replace_json(directory / _MANIFEST, manifest)
 
 
 class OrbaxSource:

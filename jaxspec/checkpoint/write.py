@@ -1,6 +1,7 @@
 """Writing checkpoint directories: all or nothing, in one file or in shards with an index."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,19 @@ def write_tensors(
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """A JSON file as Hugging Face writes them."""
     path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+
+
+def replace_json(path: Path, data: dict[str, Any]) -> None:
+    """Puts `data` in the place of a JSON file, whole or not at all. Raises OSError where it cannot be written."""
+    work = path.with_name(f".{path.name}.part")
+    try:
+        write_json(work, data)
+        shutil.copymode(path, work)
+        with work.open("rb") as file:
+            os.fsync(file.fileno())
+        work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, np.ndarray]) -> list[str]:

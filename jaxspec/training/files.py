@@ -8,6 +8,7 @@ EVENTS = "tensorboard"
 PICTURE = "training.png"
 SUMMARY = "summary.json"
 DRAFTER = "drafter"
+RELIABILITY = "reliability.png"  # in the drafter's own directory
 
 LEFTOVERS = (CHECKPOINTS, IDENTITY, VOCABULARY, METRICS, EVENTS, PICTURE, SUMMARY, DRAFTER)
 """All of them: what `--fresh` removes."""

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import InputError
-from jaxspec.training.recipe import MeshRecipe
+from jaxspec.training.recipe import DataRecipe, MeshRecipe
 
 T = TypeVar("T")
 
@@ -34,6 +34,12 @@ def make_mesh(sizes: MeshRecipe | None) -> Mesh:
         asked = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True) if size > 1) or "1"
         raise InputError(f"mesh: {asked} are {needed} devices; there are {devices}")
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_rows(recipe: DataRecipe, mesh: Mesh) -> None:
+    """Raises InputError where a batch's rows cannot be split over the mesh."""
+    if recipe.rows % mesh.shape["data"]:
+        raise InputError(f"data.rows is {recipe.rows}; it must be a multiple of mesh.data, {mesh.shape['data']}")
 
 
 def split(mesh: Mesh | AbstractMesh, axes: Sequence[str], shape: Sequence[int], name: str) -> NamedSharding:

@@ -24,7 +24,7 @@ from jaxspec.training.files import VOCABULARY
 from jaxspec.training.initial import InitialDrafter, drafter_config, initial_drafter, open_start
 from jaxspec.training.objective_of import Plan, check_objective, plan_objective
 from jaxspec.training.objectives.base import Target
-from jaxspec.training.recipe import DataRecipe, Recipe, VerifierRecipe
+from jaxspec.training.recipe import DataRecipe, OptimizerRecipe, Recipe, VerifierRecipe
 from jaxspec.training.samples import Sample, hold_out, load_samples
 from jaxspec.training.vocabulary import count_tokens, draft_vocabulary, ending_ids, load_counts
 
@@ -192,9 +192,13 @@ def set_up(recipe: Recipe, say: Say) -> Setup:
         say(note)
     plan = plan_objective(recipe.objective, config, recipe.data.length)
     _check_lengths(config.block.size if config.block is not None else 1, documents)
+    return Setup(recipe, verifier, documents, drafter, target_ids, plan, compute_dtype(recipe.optimizer))
+
+
+def compute_dtype(recipe: OptimizerRecipe) -> jnp.dtype:
+    """What steps compute in."""
     default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(recipe.optimizer.compute or default)
-    return Setup(recipe, verifier, documents, drafter, target_ids, plan, dtype)
+    return jnp.dtype(recipe.compute or default)
 
 
 def taps_of(recipe: Recipe, verifier: VerifierSide) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from jaxspec.training.finish import export_best
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
 from jaxspec.training.packing import Packed, PackedBatches, batches
-from jaxspec.training.placement import rows
+from jaxspec.training.placement import check_rows, rows
 from jaxspec.training.programs import Programs
 from jaxspec.training.report import Progress, RunLog, draw
 from jaxspec.training.samples import Sample
@@ -63,10 +63,7 @@ class Trainer:
         recipe = setup.recipe
         self._setup, self._say, self._mesh = setup, say, mesh
         self._output = Path(recipe.run.output).expanduser()
-        if recipe.data.rows % mesh.shape["data"]:
-            raise InputError(
-                f"data.rows is {recipe.data.rows}; it must be a multiple of mesh.data, {mesh.shape['data']}"
-            )
+        check_rows(recipe.data, mesh)
         source = None if recipe.data.features is None else Path(recipe.data.features).expanduser()
         self._store = None if source is None else FeatureStore(source, setup.feature_source)
         if self._store is not None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.training.batch import Batch
@@ -46,15 +48,30 @@ def walk(batch: Batch, accepted: np.ndarray) -> Acceptance:
     accepted: int [B, T], how many drafts in a row an anchor there would have accepted, 0 .. K.
     """
     most = int(accepted.max(initial=0))
-    counts = np.zeros(most + 1, np.int64)
+    taken = np.array([cycle.taken for cycle in cycles(batch, accepted)], np.int64)
+    counts = np.bincount(taken, minlength=most + 1)
+    reached = counts[::-1].cumsum()[::-1]  # cycles that accepted at least so many
+    return Acceptance(int(counts.sum()), reached[1:])
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A cycle of the walk: its row and anchor, the drafts that it takes, and the answer's last token."""
+
+    row: int
+    anchor: int
+    taken: int
+    last: int
+
+
+def cycles(batch: Batch, accepted: np.ndarray) -> Iterator[Cycle]:
+    """The cycles of `walk`, in order."""
     for row, (first, last) in answers(batch):
         at = first - 1
         while at < last:
             taken = min(int(accepted[row, at]), last - at)
-            counts[taken] += 1
+            yield Cycle(row, at, taken, last)
             at += taken + 1
-    reached = counts[::-1].cumsum()[::-1]  # cycles that accepted at least so many
-    return Acceptance(int(counts.sum()), reached[1:])
 
 
 def answers(batch: Batch) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -74,21 +91,43 @@ def answers(batch: Batch) -> Iterator[tuple[int, tuple[int, int]]]:
 
 def validate(batch: Batch, accepts: Accepts, drafts: int, chunk: int) -> Acceptance:
     """Walks the documents of a batch. drafts: K; chunk: anchors a row that `accepts` takes."""
-    rows, length = batch.tokens.shape
-    wanted: list[list[int]] = [[] for _ in range(rows)]
-    for row, (first, last) in answers(batch):
-        wanted[row].extend(range(first - 1, last))
-    accepted = np.zeros((rows, length), np.int64)
-    for start in range(0, max(map(len, wanted), default=0), chunk):
-        anchors = np.full((rows, chunk), -1, np.int32)
-        for row, places in enumerate(wanted):
-            part = places[start : start + chunk]
-            anchors[row, : len(part)] = part
-        right = accepts(anchors)[..., :drafts]
-        prefix = np.cumprod(right, axis=-1).sum(axis=-1)
-        there = anchors >= 0
-        accepted[np.nonzero(there)[0], anchors[there]] = prefix[there]
+    accepted = in_a_row(everywhere(batch, accepts, chunk)[..., :drafts])
     found = walk(batch, accepted)
     per_draft = np.zeros(drafts, np.int64)
     per_draft[: len(found.accepted)] = found.accepted[:drafts]
     return Acceptance(found.cycles, per_draft)
+
+
+def in_a_row(right: np.ndarray) -> np.ndarray:
+    """bool [..., K] -> int [...], how many of them are true before the first that is not."""
+    return np.cumprod(right, axis=-1, dtype=np.int64).sum(axis=-1)
+
+
+def everywhere(batch: Batch, compute: Callable[[np.ndarray], Any], chunk: int) -> Any:
+    """What `compute` gives at every anchor that a walk of the batch can come to.
+
+    Args:
+        batch: documents with answers.
+        compute: anchors int32 [B, A], padded with -1 -> a pytree of arrays [B, A, ...].
+        chunk: A, anchors a row in one call.
+
+    Returns:
+        The pytree with arrays [B, T, ...], zeros elsewhere.
+    """
+    rows, length = batch.tokens.shape
+    wanted: list[list[int]] = [[] for _ in range(rows)]
+    for row, (first, last) in answers(batch):
+        wanted[row].extend(range(first - 1, last))
+    found: Any = None
+    for start in range(0, max(1, *map(len, wanted)), chunk):
+        anchors = np.full((rows, chunk), -1, np.int32)
+        for row, places in enumerate(wanted):
+            part = places[start : start + chunk]
+            anchors[row, : len(part)] = part
+        made = jax.tree.map(np.asarray, compute(anchors))
+        if found is None:
+            found = jax.tree.map(lambda x: np.zeros((rows, length, *x.shape[2:]), x.dtype), made)
+        there = anchors >= 0
+        for whole, part in zip(jax.tree.leaves(found), jax.tree.leaves(made), strict=True):
+            whole[np.nonzero(there)[0], anchors[there]] = part[there]
+    return found

@@ -1,6 +1,7 @@
 """Writing a drafter: the name table read in the other direction, a config.json of the format, maps as int64 and bool."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from jaxspec.checkpoint.config_json import to_json
 from jaxspec.checkpoint.drafters.content import DrafterContent, Lender, as_host
 from jaxspec.checkpoint.drafters.fit import DROPS, Fitted, apply_drops, fit, parameter_paths
 from jaxspec.checkpoint.drafters.formats import EAGLE3, FORMATS, Format
-from jaxspec.checkpoint.drafters.load import ORBAX, TARGET_IDS_PATH
+from jaxspec.checkpoint.drafters.load import ORBAX, TARGET_IDS_PATH, OpenedDrafter
+from jaxspec.checkpoint.drafters.parsed import with_temperatures
 from jaxspec.checkpoint.drafters.table import table
 from jaxspec.checkpoint.drafters.vocab import stored_maps
-from jaxspec.checkpoint.orbax import write_orbax
-from jaxspec.checkpoint.write import MAX_SHARD_BYTES, new_directory, write_json, write_tensors
+from jaxspec.checkpoint.orbax import replace_manifest, write_orbax
+from jaxspec.checkpoint.write import MAX_SHARD_BYTES, new_directory, replace_json, write_json, write_tensors
+from jaxspec.errors import InputError
 from jaxspec.verifiers.names import Link, expand
 
 
@@ -45,6 +48,24 @@ def save_drafter(
         write_tensors(work, tensors, max_shard_bytes)
         write_json(work / "config.json", fitted.data | _dtype_entry(fitted, dtype))
     return fitted.notes
+
+
+def store_temperatures(opened: OpenedDrafter, temperatures: tuple[float, ...]) -> None:
+    """Stores the confidence head's temperatures, one for each draft, with the drafter, in place of those that are there: the file of its
+    config is replaced whole, and no other file is touched. Raises InputError where it cannot be written.
+    """
+    block = opened.config.block
+    if block is None or block.confidence is None:
+        raise ValueError("this drafter has no confidence head")
+    try:
+        if opened.format == ORBAX:
+            confidence = replace(block.confidence, temperatures=temperatures)
+            config = replace(opened.config, block=replace(block, confidence=confidence))
+            replace_manifest(opened.path, opened.raw_config | {"config": to_json(config)})
+        else:
+            replace_json(opened.path / "config.json", with_temperatures(opened.raw_config, temperatures))
+    except OSError as error:
+        raise InputError(f"{opened.path}: cannot be written: {error.strerror or error}") from error
 
 
 def _stored_tensors(

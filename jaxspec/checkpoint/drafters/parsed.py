@@ -118,6 +118,11 @@ def extras(config: DrafterConfig, implied_tokens: int | None) -> dict[str, Any]:
     return {NAMESPACE: own} if own else {}
 
 
+def with_temperatures(data: dict[str, Any], temperatures: tuple[float, ...]) -> dict[str, Any]:
+    """A config.json of any format with other temperatures of the confidence head, under jaxspec's own key."""
+    return data | {NAMESPACE: (data.get(NAMESPACE) or {}) | {_TEMPERATURES: list(temperatures)}}
+
+
 def _temperatures(fields: Fields, block_size: int) -> tuple[float, ...]:
     if fields.get(NAMESPACE) is None:
         return ()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig
+from jaxspec.drafters.base import greedy
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.layers.decoder_layer import DecoderLayer
@@ -156,14 +157,36 @@ class BlockObjective:
         """See `Objective`."""
         _, label = (index[..., self.first :] for index in self.indices(anchors))
 
-        def greedy(hidden: jax.Array, anchors: jax.Array) -> jax.Array:
+        def drafted(hidden: jax.Array, anchors: jax.Array) -> jax.Array:
             return jnp.argmax(self.heads(drafter, batch, hidden, anchors)[0], axis=-1).astype(jnp.int32)
 
         hidden = self.denoise(drafter, batch, features, anchors)
-        drafts = in_parts(greedy, (hidden, anchors), self.scored, self._logits(drafter, batch))
+        drafts = in_parts(drafted, (hidden, anchors), self.scored, self._logits(drafter, batch))
         drafts = drafter.vocabulary.to_verifier(drafts)
         here = jnp.broadcast_to(anchors[..., None], label.shape)
         return (drafts == take(batch.tokens, label)) & same_document(batch, here, label)
+
+    def confidences(
+        self, drafter: DSpark, batch: Batch, features: Features, anchors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What a cycle of greedy drafting would have at anchors int32 [B, A]: the confidence head's logits float32 [B, A, K], not divided
+        by temperatures, each behind the drafts before it; and whether each draft is the data's token, bool [B, A, K], as `accepts`."""
+        _, label = (index[..., self.first :] for index in self.indices(anchors))
+
+        def draft(hidden: jax.Array, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
+            flat, anchor = hidden.reshape(-1, *hidden.shape[2:]), take(batch.tokens, anchors).reshape(-1)
+            drafts = drafter.propose(flat, anchor, label.shape[-1], greedy).tokens  # [B * A, K]
+            _, confidence = drafter.teacher_forced(
+                flat, jnp.concatenate([anchor[:, None], drafts], axis=1)[:, : self.size]
+            )
+            assert confidence is not None, "this drafter has no confidence head"
+            shape = (*anchors.shape, -1)
+            return confidence.reshape(shape)[..., self.first :], drafts.reshape(shape)
+
+        hidden = self.denoise(drafter, batch, features, anchors)
+        confidence, drafts = in_parts(draft, (hidden, anchors), self.scored, self._logits(drafter, batch))
+        here = jnp.broadcast_to(anchors[..., None], label.shape)
+        return confidence, (drafts == take(batch.tokens, label)) & same_document(batch, here, label)
 
     def heads(
         self, drafter: DFlash, batch: Batch, hidden: jax.Array, anchors: jax.Array
