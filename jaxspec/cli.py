@@ -8,6 +8,7 @@ import argparse
 import io
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,6 +105,17 @@ def writable(flag: str, name: str) -> Path:
     path = Path(name)
     try:
         path.open("a").close()
+    except OSError as error:
+        raise InputError(f"{flag} {name}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def writable_folder(flag: str, name: str) -> Path:
+    """The folder that a flag names, made now, so that it is refused before the work and not after it."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise InputError(f"{flag} {name}: cannot be written: {error.strerror}") from error
     return path

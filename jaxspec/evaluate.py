@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import Parser, ShowProgress, leave, progress, run, warn, writable
+from jaxspec.cli import Parser, ShowProgress, leave, progress, run, warn, writable, writable_folder
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.errors import CheckFailed, InputError
@@ -34,6 +34,8 @@ def main(argv: list[str]) -> None:
     _check_mode(args, asked)
     items = _prompts(args)
     files = {flag: writable(flag, name) for flag, name in _files(args) if name is not None}
+    if args.profile_dir is not None:
+        files["--profile-dir"] = writable_folder("--profile-dir", args.profile_dir)
     with progress() as show:
         models = _load(args, asked, drafters, show)
         chat = models.tokenizer is not None and models.tokenizer.has_chat_template if args.chat is None else args.chat
@@ -104,6 +106,7 @@ def _parser() -> Parser:
     add("--json", metavar="FILE", help="write the JSON there as well")
     add("--plot", metavar="FILE.png", help="draw acceptance per position and tokens/s by K")
     add("--trace", metavar="FILE", help="write what happened in each cycle, one JSON object a line")
+    add("--profile-dir", metavar="DIR", help="write a jax.profiler trace of one batch of every run there")
     return parser
 
 
@@ -147,7 +150,7 @@ def _check_mode(args: Namespace, asked: SpeculativeConfig) -> None:
         raise InputError("--check-lossless: rejection_sample_method synthetic is not lossless, by design")
     if args.doctor and not args.drafter and asked.model is None:
         raise InputError("--doctor needs --drafter, and there is none")
-    for flag, name in _files(args):
+    for flag, name in [*_files(args), ("--profile-dir", args.profile_dir)]:
         if name is not None and flag != "--json" and (args.check_lossless or args.doctor):
             raise InputError(f"{flag} goes with measuring; leave it out, or leave out --check-lossless and --doctor")
     if args.plot is not None and Path(args.plot).suffix not in FORMATS:
@@ -233,10 +236,12 @@ def _measure(
     files: dict[str, Path],
     show: ShowProgress,
 ) -> tuple[dict[str, Any], list[str]]:
-    from jaxspec.evaluation.measure import measure, peak_memory
+    from jaxspec.evaluation.measure import measure, peak_memory, profile
     from jaxspec.evaluation.report import losses, measurement_json, measurement_lines, write_trace
 
     measured = measure(runs, prompts, params, _batch_size(args), show)
+    if "--profile-dir" in files:
+        profile(runs, prompts, params, _batch_size(args), files["--profile-dir"])
     if "--trace" in files:
         write_trace(files["--trace"], measured)
     if "--plot" in files:

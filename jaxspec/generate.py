@@ -4,11 +4,12 @@ import json
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxspec.cli import Parser, ShowProgress, leave, progress, run, writable
+from jaxspec.cli import Parser, ShowProgress, leave, progress, run, writable, writable_folder
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import METHODS, SpeculativeConfig
 from jaxspec.errors import InputError
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> None:
         raise InputError("--logprobs shows in --output json only; add that flag")
     speculation = _speculation(args)
     trace = None if args.trace is None else writable("--trace", args.trace)
+    profile = None if args.profile_dir is None else writable_folder("--profile-dir", args.profile_dir)
     with progress() as show:
         engine = _load(args, speculation, show)
         if engine.tokenizer is None and args.output == "text":
@@ -46,9 +48,12 @@ def main(argv: list[str]) -> None:
         if chat is None:
             chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
         prompts = apply_chat(items, chat, args.system)
-        results = (
-            _stream(engine, prompts, params, show) if args.stream else _generate(engine, prompts, params, args, show)
-        )
+        with _profiler(engine, prompts, params, args.stream, profile):
+            results = (
+                _stream(engine, prompts, params, show)
+                if args.stream
+                else _generate(engine, prompts, params, args, show)
+            )
     if trace is not None:
         _write_trace(trace, results)
     if args.stats:
@@ -136,6 +141,7 @@ def _parser() -> Parser:
     add("--stream", action="store_true", help="print text as it comes, one prompt after the other")
     add("--stats", action="store_true", help="print times and tokens/s on stderr")
     add("--trace", metavar="FILE", help="write what happened in each cycle of each prompt, one JSON object a line")
+    add("--profile-dir", metavar="DIR", help="compile first, then write a jax.profiler trace of the answers there")
     return parser
 
 
@@ -210,6 +216,19 @@ def _load(args: Namespace, speculation: SpeculativeConfig, show: ShowProgress) -
     )
     show(None)
     return engine
+
+
+def _profiler(
+    engine: "Engine", prompts: Sequence[PromptItem], params: SamplingParams, streamed: bool, folder: Path | None
+) -> AbstractContextManager[None]:
+    """Traces what runs inside into the folder, if there is one; everything is compiled, and has run once, before it begins."""
+    if folder is None:
+        return nullcontext()
+    import jax
+
+    for together in [[prompt] for prompt in prompts] if streamed else [prompts]:
+        engine.warm_up(together, params)
+    return jax.profiler.trace(folder)
 
 
 def _generate(

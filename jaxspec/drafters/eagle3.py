@@ -39,13 +39,11 @@ class Eagle3(nnx.Module):
 
     def prefill(self, context: Context, cache: KVCache) -> KVCache:
         """See `Drafter`."""
-        _, cache = self.run(context.tokens, self.fuse(context.features), cache)
-        return cache.advance(context.count)
+        return self.commit(context, cache)[1]
 
     def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
         """See `Drafter`. The first draft comes with the committing pass, each further one by a pass of its own."""
-        stream, cache = self.run(context.tokens, self.fuse(context.features), cache)
-        cache = cache.advance(context.count)
+        stream, cache = self.commit(context, cache)
         committed = cache.length
         stream = take_rows(stream, last_counted(context), 1)  # [B, 1, D]
 
@@ -72,6 +70,12 @@ class Eagle3(nnx.Module):
         batch, length = tokens.shape
         cache = KVCache.empty(attention_layers(self.config), batch, length, features.dtype)
         return self.logits_of(self.run(tokens, self.fuse(features), cache)[0])
+
+    def commit(self, context: Context, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """A pass over the context's T rows -> the stream after the last layer [B, T, D], and the cache with the counted ones committed."""
+        with jax.named_scope("inject"):
+            stream, cache = self.run(context.tokens, self.fuse(context.features), cache)
+        return stream, cache.advance(context.count)
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """features [B, T, feature_width] -> [B, T, D]."""

@@ -1,5 +1,6 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers, all K drafts in one causal pass."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -27,7 +28,8 @@ class PEagle(Eagle3):
         known = jnp.arange(rows, dtype=jnp.int32)[None] < context.count[:, None]  # [B, rows]
         pad = ((0, 0), (0, drafts - 1))
         tokens = jnp.where(known, jnp.pad(context.tokens, pad), jnp.int32(self.mask_token))
-        fused = jnp.pad(self.fuse(context.features), (*pad, (0, 0)))
+        with jax.named_scope("inject"):  # its keys and values come out of the one pass, with the drafts
+            fused = jnp.pad(self.fuse(context.features), (*pad, (0, 0)))
         masked = self.fuse(self.mask_hidden[...].astype(fused.dtype)[None, None])  # [1, 1, D]
         stream, cache = self.run(tokens, jnp.where(known[..., None], fused, masked), cache)
         logits = self.logits_of(take_rows(stream, last_counted(context), drafts))  # [B, K, Vd]

@@ -4,6 +4,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 
@@ -135,6 +136,19 @@ def measure(
         )
     show(None)
     return measured
+
+
+def profile(
+    runs: Sequence[Run], prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int, folder: Path
+) -> None:
+    """Trace the middle batch of every run, once more after what `measure` has measured and so without compilation, into the folder. On
+    the trace's host threads each run stands under its name."""
+    chunks = list(in_batches(prompts, batch_size))
+    middle = [prompts[index] for index in chunks[len(chunks) // 2]]
+    with jax.profiler.trace(folder):
+        for run in runs:
+            with jax.profiler.TraceAnnotation(run.name):
+                run.engine.generate(middle, params)
 
 
 def acceptance_of(run: Run, results: Sequence[Result]) -> Acceptance | None:
