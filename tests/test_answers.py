@@ -200,6 +200,28 @@ def test_a_file_with_answers_to_other_questions_is_refused(engine, tmp_path):
         write_answers(engine, QUESTIONS, output, **SAMPLED)
 
 
+def test_a_file_made_in_another_way_is_refused(engine, tmp_path):
+    """Another temperature, top-p, top-k, seed, limit or verifier would mix two kinds of answers in one file."""
+    output = tmp_path / "answers.jsonl"
+    made = {**SAMPLED, "verifier": "one"}
+    write_answers(engine, QUESTIONS[:1], output, **made)
+    before = output.read_bytes()
+    for name, value in {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 8,
+        "max_new_tokens": 31,
+        "verifier": "b",
+    }.items():
+        with pytest.raises(InputError, match=rf"answers\.jsonl:1 was made with {name} .*, and {value} is asked for"):
+            write_answers(engine, QUESTIONS[:2], output, **{**made, name: value})
+    assert output.read_bytes() == before
+    old = {name: value for name, value in json.loads(before).items() if name != "made_with"}
+    output.write_text(json.dumps(old) + "\n")  # as earlier versions wrote them
+    assert write_answers(engine, QUESTIONS[:1], output, **{**made, "seed": 8}).before == 1
+
+
 def test_two_runs_do_not_write_to_one_file(engine, tmp_path):
     output = tmp_path / "answers.jsonl"
     with output.open("ab") as file:

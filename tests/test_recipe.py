@@ -87,6 +87,8 @@ def test_a_number_without_a_point_before_its_exponent_is_a_number(tmp_path: Path
         ("data.rows=2.5", ("data.rows is 2.5", "a whole number")),
         ("data.pack=1", ("data.pack is 1", "true or false")),
         ("data.train=a.jsonl", ("data.train is 'a.jsonl'", "a list")),
+        ("data.vocabulary.answers=0", ("data.vocabulary.answers is 0 and there are no texts",)),
+        ("data.vocabulary.texts={a.jsonl: 0}", ("data.vocabulary.texts.a.jsonl is 0", "at least 1")),
         ("data.train=[]", ("data.train is empty",)),
         ("drafter.method=eagle", ("drafter.method is 'eagle'", "eagle3, peagle, dflash, dspark")),
         ("objective.alpha=1.5", ("objective.alpha is 1.5", "0 to 1")),

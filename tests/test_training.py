@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tiny import byte_tokenizer
 from tiny_drafters import REDUCED, block, eagle, spark
 from tiny_drafters import write as write_drafter
 from tiny_training import DRAFT_VOCAB, VOCAB, workspace
@@ -29,10 +30,12 @@ from jaxspec.checkpoint.load import load_verifier
 from jaxspec.checkpoint.safetensors import SafetensorsSource
 from jaxspec.cli import run as run_command
 from jaxspec.errors import InputError
+from jaxspec.sharding import split
+from jaxspec.tokenizer import Tokenizer
 from jaxspec.training.batch import Batch
 from jaxspec.training.checkpoints import Checkpoints
 from jaxspec.training.events import EventFile, _checksum
-from jaxspec.training.placement import make_mesh, split
+from jaxspec.training.placement import make_mesh
 from jaxspec.training.recipe import read_recipe
 from jaxspec.training.report import read_metrics
 from jaxspec.training.setup import Setup, set_up
@@ -247,6 +250,25 @@ def test_training_lowers_the_loss(tmp_path: Path, optimizer: str):
     )
     losses = [entry["loss"] for entry in metrics]
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+
+
+def test_the_draft_vocabulary_is_counted_in_what_the_recipe_names(tmp_path: Path):
+    """The answers hold ids 97 to 116 and the end's 256; x stands more often in the text than each of them in the answers, y once."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"question": "x" * 40, "answer": "xy"}) + "\n")
+    x, y, line = Tokenizer(byte_tokenizer()).encode("xy\n")
+    assert not {x, y, line} & {*range(97, 117)}
+    file, texts = workspace(tmp_path, "dflash"), f"data.vocabulary.texts={{{tmp_path / 'text.jsonl'}: 1}}"
+
+    def found(size: int, *overrides: str) -> set[int]:
+        ids = prepared(file, f"drafter.draft_vocab_size={size}", *overrides).target_ids
+        assert ids is not None
+        return set(ids.tolist())
+
+    assert found(21) == {*range(97, 117), 256}
+    assert found(22, texts) == {*range(97, 117), 256, x}
+    assert found(2, texts) == {256, x}
+    assert x not in found(2, texts, "data.vocabulary.answers=10")
+    assert found(4, texts, "data.vocabulary.answers=0") == {256, x, y, line}
 
 
 def test_bfloat16_steps_keep_float32_weights(tmp_path: Path):

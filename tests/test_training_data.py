@@ -20,7 +20,14 @@ from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import packing
 from jaxspec.training.samples import Counts, Sample, hold_out, load_samples
 from jaxspec.training.turns import chat_turns, join_turns
-from jaxspec.training.vocabulary import count_tokens, draft_vocabulary, ending_ids, load_counts, save_counts
+from jaxspec.training.vocabulary import (
+    count_texts,
+    count_tokens,
+    draft_vocabulary,
+    ending_ids,
+    load_counts,
+    save_counts,
+)
 
 EOS = 256
 TURN = "{{ '<|' + message.role + '|>' }}"
@@ -626,12 +633,29 @@ def test_only_supervised_tokens_are_counted():
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_rising_order():
     counts = np.array([0, 5, 9, 2, 5, 5, 0, 1])
     made = draft_vocabulary(counts, 3)
-    assert made.ids.tolist() == [1, 2, 4] and made.ids.dtype == np.int32  # of the equally frequent, the lowest
-    assert made.coverage == pytest.approx(19 / 27)
-    assert draft_vocabulary(counts, 3, required=[7]).ids.tolist() == [1, 2, 7]
-    assert draft_vocabulary(counts, 7).ids.tolist() == [0, 1, 2, 3, 4, 5, 7]  # filled up with the lowest unused one
-    everything = draft_vocabulary(counts, 8)
-    assert everything.ids.tolist() == list(range(8)) and everything.coverage == 1.0
+    assert made.tolist() == [1, 2, 4] and made.dtype == np.int32  # of the equally frequent, the lowest
+    assert draft_vocabulary(counts, 3, required=[7]).tolist() == [1, 2, 7]
+    assert draft_vocabulary(counts, 7).tolist() == [0, 1, 2, 3, 4, 5, 7]  # filled up with the lowest unused one
+    assert draft_vocabulary(counts, 8).tolist() == list(range(8))
+
+
+def test_all_that_a_text_says_is_counted(tmp_path):
+    source = written(
+        tmp_path / "a.jsonl",
+        {"question": "ab", "answer": "b", "topic": "zz"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"messages": [{"role": "tool", "content": "zz"}]},
+        {"text": "a"},
+    )
+    counts = count_texts(source, PLAIN, 259)
+    ids = PLAIN.encode("ab\n")
+    assert counts[ids].tolist() == [3, 3, 2] and counts.sum() == 8
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: the tokenizer makes it \d+, and the model's ids run from 0 to 9"
+    ):
+        count_texts(source, PLAIN, 10)
+    with pytest.raises(InputError, match=r"b\.jsonl:1 holds no text"):
+        count_texts(written(tmp_path / "b.jsonl", {"prompt_ids": [1]}), PLAIN, 259)
 
 
 def test_a_draft_vocabulary_of_an_impossible_size_is_refused():

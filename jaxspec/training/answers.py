@@ -125,14 +125,17 @@ def write_answers(
     rows: int = ROWS,
     max_tokens: int | None = None,
     thinking: bool | None = None,
+    verifier: str | None = None,
     counts: AnswerCounts | None = None,
     progress: Callable[[AnswerCounts], None] | None = None,
 ) -> AnswerCounts:
     """Answer the questions that `output` does not answer yet.
 
-    Each answer is a line `{"index", "prompt_ids", "token_ids", "finish_reason"}`, written as soon as it has ended: a run that is stopped,
-    by kill -9 even, goes on where it was, but for the answers that were under way. An answer depends on its question, index and seed,
-    not on when and beside which others it is made. Questions that need caches of like size come in random order.
+    Each answer is a line `{"index", "prompt_ids", "token_ids", "finish_reason", "made_with"}`, written as soon as it has ended: a run that
+    is stopped, by kill -9 even, goes on where it was, but for the answers that were under way. Lines that are there must have been made
+    with the same verifier, seed, limit and sampling; what a line doesn't say, as older ones don't, is not compared. An answer depends on
+    its question, index and seed, not on when and beside which others it is made. Questions that need caches of like size come in random
+    order.
 
     Args:
         engine: with the verifier; a drafter only makes it faster.
@@ -144,18 +147,27 @@ def write_answers(
         max_tokens: longest prompt and answer together; questions that leave no room for max_new_tokens are left out. None takes the
             model's longest sequence.
         thinking: the chat template's thinking mode; None leaves it to the template.
+        verifier: what tells the verifier from others; None is not compared.
         counts: of `read_questions`, to go on with.
         progress: called after every answer.
 
     Raises:
         InputError: no question can be answered; the output cannot be written, is being written by another run, or holds answers to other
-            questions.
+            questions or made in another way.
     """
     if not 0 <= seed < 2**32:
         raise InputError(f"seed is {seed}; it must be from 0 to 2**32 - 1")
     if rows < 1:
         raise InputError(f"rows is {rows}; it must be at least 1")
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    made_with = {
+        "verifier": verifier,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
     counts = counts or AnswerCounts()
     room = min(max_tokens or engine.config.max_positions, engine.config.max_positions) - max_new_tokens
     prompts = _prompts(engine, questions, thinking, room, counts)
@@ -164,7 +176,7 @@ def write_answers(
         raise InputError(f"there is no question to answer; {counts}")
     try:
         with output.open("ab+") as file:
-            done = _done(file, output, prompts)
+            done = _done(file, output, prompts, made_with)
             counts.before = len(done)
             # A run that is stopped early leaves a random part of the answers.
             order = sorted(prompts.keys() - done, key=lambda index: zlib.crc32(f"{seed} {index}".encode()))
@@ -177,6 +189,7 @@ def write_answers(
                     "prompt_ids": answer.prompt_ids,
                     "token_ids": answer.token_ids,
                     "finish_reason": answer.finish_reason,
+                    "made_with": made_with,
                 }
                 file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
@@ -236,7 +249,7 @@ def _prompts(
     return prompts
 
 
-def _done(file: BinaryIO, path: Path, prompts: Mapping[int, list[int]]) -> set[int]:
+def _done(file: BinaryIO, path: Path, prompts: Mapping[int, list[int]], made_with: Mapping[str, Any]) -> set[int]:
     """Indexes that the file answers. A line that was torn off at its end is removed; no other run can write while the file is open."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by a crash too
@@ -254,6 +267,12 @@ def _done(file: BinaryIO, path: Path, prompts: Mapping[int, list[int]]) -> set[i
             index, prompt = answer["index"], answer["prompt_ids"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}:{number} is no answer; give a file of answers or a new one") from error
+        for name, value in (answer.get("made_with") or {}).items():
+            wanted = made_with.get(name)
+            if None not in (value, wanted) and value != wanted:
+                raise InputError(
+                    f"{path}:{number} was made with {name} {value}, and {wanted} is asked for; give a new file"
+                )
         if prompts.get(index, prompt) != prompt:
             raise InputError(f"{path}:{number} answers another question {index}; give a new file")
         if index in prompts:

@@ -1,7 +1,7 @@
 """A training run as data: the YAML recipe, one frozen dataclass a section."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -127,6 +127,23 @@ class AnswersRecipe:
 
 
 @dataclass(frozen=True)
+class VocabularyRecipe:
+    """What the tokens of a reduced draft vocabulary are counted in.
+
+    Fields:
+        answers: how often each answer token of the training documents counts.
+        texts: further sources, as `DataRecipe.train`; how often each token of all that their lines say counts.
+    """
+
+    answers: Count = 1
+    texts: Mapping[str, Positive] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.answers and not self.texts:
+            raise InputError("answers is 0 and there are no texts; something to count is wanted")
+
+
+@dataclass(frozen=True)
 class DataRecipe:
     """What the drafter learns from.
 
@@ -138,7 +155,8 @@ class DataRecipe:
         min_answer: documents with fewer answer tokens are skipped; null: 1.
         thinking: as the model's thinking mode of the samples; null: as each shows it.
         limit: at most so many lines.
-        token_counts: file of token frequencies for the draft vocabulary; null: they are counted in the training documents.
+        vocabulary: see `VocabularyRecipe`.
+        token_counts: file of token frequencies, instead of counting as `vocabulary` says.
         questions, answers: see `AnswersRecipe`.
         features: directory of features written by --write-features; null: the verifier runs within the step.
         features_dtype: what they are written in.
@@ -155,6 +173,7 @@ class DataRecipe:
     min_answer: Positive | None = None
     thinking: bool | None = None
     limit: Positive | None = None
+    vocabulary: VocabularyRecipe = VocabularyRecipe()
     token_counts: str | None = None
     questions: tuple[str, ...] = ()
     answers: AnswersRecipe | None = None

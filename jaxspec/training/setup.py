@@ -26,7 +26,7 @@ from jaxspec.training.objective_of import Plan, check_objective, plan_objective
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.recipe import DataRecipe, OptimizerRecipe, Recipe, VerifierRecipe
 from jaxspec.training.samples import Sample, hold_out, load_samples
-from jaxspec.training.vocabulary import count_tokens, draft_vocabulary, ending_ids, load_counts
+from jaxspec.training.vocabulary import count_texts, count_tokens, draft_vocabulary, ending_ids, load_counts
 
 Say = Callable[[str], None]
 """Takes a line that says what is being done or was found."""
@@ -242,14 +242,25 @@ def _vocabulary(
                 "anew with --fresh"
             )
         return ids
-    counts = (
-        count_tokens(documents.train, vocab_size)
-        if recipe.data.token_counts is None
-        else load_counts(Path(recipe.data.token_counts), vocab_size)
-    )
-    found = draft_vocabulary(counts, size, ending_ids(documents.train, verifier.opened.eos_ids))
-    say(f"draft vocabulary: {size} of {vocab_size} tokens, {found.coverage:.2%} of the answers' tokens")
-    return found.ids
+    answers = count_tokens(documents.train, vocab_size)
+    counts = _counts(recipe.data, verifier, answers)
+    ids = draft_vocabulary(counts, size, ending_ids(documents.train, verifier.opened.eos_ids))
+    coverage = answers[ids].sum() / answers.sum()
+    say(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the answers' tokens")
+    return ids
+
+
+def _counts(recipe: DataRecipe, verifier: VerifierSide, answers: np.ndarray) -> np.ndarray:
+    """Token counts int64 [V] for the draft vocabulary. answers: those of the training documents' answers."""
+    vocab_size = len(answers)
+    if recipe.token_counts is not None:
+        return load_counts(Path(recipe.token_counts), vocab_size)
+    counts = recipe.vocabulary.answers * answers
+    for source, weight in recipe.vocabulary.texts.items():
+        if verifier.tokenizer is None:
+            raise InputError(f"data.vocabulary.texts {source}: the model has no tokenizer to count text with")
+        counts = counts + weight * count_texts(source, verifier.tokenizer, vocab_size)
+    return counts
 
 
 def keep_vocabulary(output: Path, target_ids: np.ndarray | None) -> None:

@@ -86,6 +86,25 @@ def text_field(record: Record, names: Sequence[str], where: str) -> str | None:
     return None
 
 
+def whole_text(record: Record, where: str) -> str:
+    """All that a record says, from any of its forms, a line break between messages, or between prompt and answer.
+
+    Raises:
+        InputError: it says nothing.
+        Unusable: as `conversation`.
+    """
+    messages = conversation(record, where)
+    if messages is not None:
+        return "\n".join(message["content"] for message in messages)
+    parts = [text_field(record, names, where) for names in (PROMPT_FIELDS, ANSWER_FIELDS, ("text",))]
+    said = [part for part in parts if part is not None]
+    if not said:
+        raise InputError(
+            f"{where} holds no text; it must have messages, conversations, prompt, question, response, answer or text"
+        )
+    return "\n".join(said)
+
+
 def token_field(record: Record, name: str, vocab_size: int | None, where: str) -> list[int]:
     """A list of token ids.
 

@@ -4,27 +4,15 @@ import json
 import pickle
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.errors import InputError
+from jaxspec.tokenizer import Tokenizer
 from jaxspec.training.samples import Sample
-
-
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """Which tokens a drafter can propose.
-
-    Fields:
-        ids: int32 [Vd], verifier ids in rising order.
-        coverage: share of the counted tokens that are among them.
-    """
-
-    ids: np.ndarray
-    coverage: float
+from jaxspec.training.sources import Unusable, read_records, whole_text
 
 
 def count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
@@ -32,6 +20,25 @@ def count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, np.int64)
     for sample in samples:
         counts += np.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
+    return counts
+
+
+def count_texts(source: str, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+    """How often each of the verifier's V tokens is in all that the lines of a source say, of any form: int64 [V].
+
+    source: as `sources.read_records`. Raises InputError for a line that is not as it should be.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for where, record in read_records(source):
+        try:
+            tokens = tokenizer.encode(whole_text(record, where))
+        except Unusable:
+            continue
+        if tokens and max(tokens) >= vocab_size:
+            raise InputError(
+                f"{where}: the tokenizer makes it {max(tokens)}, and the model's ids run from 0 to {vocab_size - 1}"
+            )
+        counts += np.bincount(np.array(tokens, np.int64), minlength=vocab_size)
     return counts
 
 
@@ -44,7 +51,7 @@ def ending_ids(samples: Sequence[Sample], special_ids: Collection[int]) -> tuple
     return tuple(sorted(found & set(special_ids)))
 
 
-def draft_vocabulary(counts: np.ndarray, size: int, required: Collection[int] = ()) -> DraftVocabulary:
+def draft_vocabulary(counts: np.ndarray, size: int, required: Collection[int] = ()) -> np.ndarray:
     """The `required` ids and the most frequent others, of equally frequent ones the lowest; unused ids, the lowest first, where too few
     are used.
 
@@ -52,6 +59,9 @@ def draft_vocabulary(counts: np.ndarray, size: int, required: Collection[int] = 
         counts: int64 [V].
         size: Vd, 1 .. V.
         required: ids that must be in it, such as those that answers end with.
+
+    Returns:
+        int32 [Vd], verifier ids in rising order.
 
     Raises:
         InputError: a size that the vocabulary or the required ids do not allow.
@@ -67,9 +77,7 @@ def draft_vocabulary(counts: np.ndarray, size: int, required: Collection[int] = 
         raise InputError(f"the draft vocabulary's size is {size}; the {len(required)} required ids need as much room")
     ranked = counts.copy()
     ranked[required] = np.iinfo(ranked.dtype).max
-    ids = np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
-    total = int(counts.sum())
-    return DraftVocabulary(ids, float(counts[ids].sum()) / total if total else 0.0)
+    return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
 
 
 def save_counts(path: Path, counts: np.ndarray) -> None:

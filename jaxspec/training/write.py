@@ -4,10 +4,12 @@ from pathlib import Path
 
 import jax
 
+from jaxspec.checkpoint.load import open_verifier
 from jaxspec.errors import InputError
-from jaxspec.training.features import write_features
+from jaxspec.sharding import by_rows, rows
+from jaxspec.training.features import fingerprint, write_features
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
-from jaxspec.training.placement import by_rows, make_mesh, rows
+from jaxspec.training.placement import make_mesh
 from jaxspec.training.recipe import Recipe
 from jaxspec.training.report import Progress
 from jaxspec.training.setup import Say, feature_source, load_documents, open_side, taps_of, verifier_path
@@ -66,6 +68,7 @@ def write_all_answers(recipe: Recipe, say: Say) -> None:
         rows=asked.rows,
         max_tokens=recipe.data.max_tokens,
         thinking=recipe.data.thinking,
+        verifier=fingerprint(open_verifier(path)),
         counts=counts,
         progress=lambda now: progress.count(now.before + now.answered, now.questions, "answers"),
     )
