@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from tiny import byte_tokenizer
-from tiny_drafters import REDUCED, block, eagle, spark
+from tiny_drafters import REDUCED, block, eagle, gemma, spark
 from tiny_drafters import write as write_drafter
 from tiny_training import DRAFT_VOCAB, VOCAB, workspace
 
@@ -42,6 +43,8 @@ from jaxspec.training.setup import Setup, set_up
 from jaxspec.training.step import TrainState
 from jaxspec.training.trainer import Trainer
 from jaxspec.training.validation import answers, validate, walk
+from jaxspec_kernels.block_attention import block_attention
+from jaxspec_kernels.implementation import use
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["eagle3", "peagle", "dflash", "dspark"]
@@ -673,6 +676,38 @@ def test_what_a_checkpoint_has_and_the_drafter_has_not_is_said(tmp_path: Path):
 def test_heads_alone_are_trained(tmp_path: Path):
     setup, _ = started(tmp_path, "dspark", spark("rnn"), train="heads")
     assert {path[0] for path in setup.drafter.trainable} == {"markov", "confidence"}
+
+
+def test_gemma4s_layer_scalars_are_no_weights(tmp_path: Path):
+    """In the original they are buffers: neither gradient nor weight decay reaches them."""
+    setup, _ = started(tmp_path, "dspark", gemma(), "deepspec")
+    scalars = {path for path in setup.drafter.values if path[-1] == "scalar"}
+    assert scalars == {("layers", 0, "scalar"), ("layers", 1, "scalar")}
+    lent = {("vocabulary", "embed", "weight"), ("vocabulary", "head", "weight")}
+    assert setup.drafter.trainable == setup.drafter.values.keys() - scalars - lent
+    for layer in range(2):
+        kept = stored(tmp_path).read(f"layers.{layer}.layer_scalar").astype(np.float32)
+        assert kept != 1
+        np.testing.assert_array_equal(value(setup, f"layers.{layer}.scalar"), kept)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_programs_call_no_pallas_kernel(tmp_path: Path, method: str):
+    """Decoding takes XLA's operations where a kernel does not compile on a GPU; training compiles on its own, and must not need that."""
+    made = trainer(workspace(tmp_path, method))
+    packed, features = next(made._batches.iterator(made._joined))
+    (batch, _), anchors = made._stacked([(packed, features)]), np.zeros((2, 8), np.int32)
+    one = jax.tree.map(lambda x: x[0], batch)
+    programs, state, frozen = made._programs, made._state, made._frozen
+    with use("interpret"):
+        step = programs.step.trace(state, frozen, batch, None).jaxpr
+        accepts = programs.accepts.trace(state.params, frozen, one, None, anchors).jaxpr
+        decoding = jax.make_jaxpr(partial(block_attention, scale=1.0))(
+            *(jnp.zeros(shape) for shape in ((1, 2, 2, 16), (1, 2, 16, 16), (1, 2, 16, 16))), jnp.zeros(1, jnp.int32)
+        )
+    assert "pallas_call" in str(decoding)
+    assert "dot_general" in str(step) and "pallas_call" not in str(step)
+    assert "pallas_call" not in str(accepts)
 
 
 def test_a_warm_start_is_trained_and_written(tmp_path: Path):
