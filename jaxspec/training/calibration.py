@@ -95,9 +95,11 @@ def calibrate(recipe: Recipe, directory: Path, say: Say) -> Calibration:
 
     Raises InputError for a drafter without a confidence head, or of another verifier, and for too few held-out documents.
     """
-    opened = _open(directory)
+    if not directory.is_dir():
+        raise InputError(f"--calibrate {directory}: no such directory; the temperatures are stored there")
     side = open_side(recipe.verifier, say)
     check_verifier(opened.config, opened.verifier.num_layers, side.config, f"--calibrate {directory}")
+    opened = _open(directory, side.config.num_layers)
     documents = load_documents(recipe.data, side, recipe.run.seed, say).validation
     if len(documents) < 2:
         raise InputError(
@@ -188,10 +190,8 @@ def _reliability(predicted: np.ndarray, happened: np.ndarray) -> tuple[np.ndarra
     return mean, share
 
 
-def _open(directory: Path) -> OpenedDrafter:
-    if not directory.is_dir():
-        raise InputError(f"--calibrate {directory}: no such directory; the temperatures are stored there")
-    opened = open_drafter(directory)
+def _open(directory: Path, verifier_layers: int) -> OpenedDrafter:
+    opened = open_drafter(directory, verifier_layers)
     block = opened.config.block
     if block is None or block.confidence is None:
         raise InputError(
