@@ -98,8 +98,8 @@ def calibrate(recipe: Recipe, directory: Path, say: Say) -> Calibration:
     if not directory.is_dir():
         raise InputError(f"--calibrate {directory}: no such directory; the temperatures are stored there")
     side = open_side(recipe.verifier, say)
-    check_verifier(opened.config, opened.verifier.num_layers, side.config, f"--calibrate {directory}")
     opened = _open(directory, side.config.num_layers)
+    check_verifier(opened.config, opened.verifier.num_layers, side.config, f"--calibrate {directory}")
     documents = load_documents(recipe.data, side, recipe.run.seed, say).validation
     if len(documents) < 2:
         raise InputError(
