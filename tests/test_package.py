@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "drafters": {"drafters", "verifiers", "layers", "config", "errors", "sharding"},
 }
 NO_COMMANDS = {"generate", "train", "convert", "evaluate", "serve", "__main__"}
-COMMANDS_USE = ("decoding", "training", "evaluation")
+COMMANDS_USE = ("decoding", "training", "evaluation", "forecast")
 
 
 def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

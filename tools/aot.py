@@ -22,7 +22,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the plugin compiles, t
 
 import jax
 from aot_gate import programs, resources
-from aot_gate.target import NAMES, Target, missing
+
+from jaxspec.forecast.compiled import Memory, collectives, memory
+from jaxspec.forecast.target import NAMES, Target, missing
 
 GB = 1e9
 SIZES = {"40 GB": 40 * 1024**3, "80 GB": 80 * 1024**3}
@@ -47,7 +49,7 @@ class Report:
     seconds: float
     failure: str | None
     kernels: list[resources.Kernel]
-    memory: resources.Memory | None
+    memory: Memory | None
     collectives: dict[str, int]
     fits: list[str]
 
@@ -77,10 +79,10 @@ def compile_case(case: programs.Case, details: bool) -> Report:
             return Report(name, time.perf_counter() - start, reason, [], None, {}, [])
         seconds = time.perf_counter() - start
         found = resources.kernels(compiled, Path(folder)) if details else []
-    memory = resources.memory(compiled)
+    needed = memory(compiled)
     ours = [kernel for kernel in found if kernel.name.startswith(("block_attention", "kv_injection"))]
-    fits = [size for size, capacity in SIZES.items() if memory.total <= capacity - RESERVED]
-    return Report(name, seconds, None, ours, memory, dict(resources.collectives(compiled)), fits)
+    fits = [size for size, capacity in SIZES.items() if needed.total <= capacity - RESERVED]
+    return Report(name, seconds, None, ours, needed, dict(collectives(compiled)), fits)
 
 
 def reports(target: Target, only: str | None, matching: str, batch: int) -> Iterator[Report]:

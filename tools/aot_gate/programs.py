@@ -12,21 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from aot_gate.target import Target
 from jaxspec.checkpoint.drafters.formats import detect_format
-from jaxspec.checkpoint.drafters.load import abstract_drafter
-from jaxspec.checkpoint.load import abstract_decoder
 from jaxspec.config import AttentionConfig, VerifierConfig
-from jaxspec.decoding.loop import MAX_CYCLES
-from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.planning import make_plan
-from jaxspec.decoding.programs import Key, Programs
-from jaxspec.decoding.sampling import SamplingRows
 from jaxspec.decoding.speculative import SpeculativeConfig
-from jaxspec.decoding.state import DecodeState, Requests
 from jaxspec.drafters.config import DrafterConfig
+from jaxspec.forecast.programs import AbstractPrograms
+from jaxspec.forecast.target import Target
 from jaxspec.layers.rope import inverse_frequencies
 from jaxspec.verifiers.families import parse_config
 from jaxspec.verifiers.hf import Fields
@@ -139,34 +132,9 @@ def injection_case(target: Target, name: str, drafter: DrafterConfig, batch: int
     return label, partial(target.lower, jitted, (array(batch, block, d), weights, caches, caches, rows, rows))
 
 
-class AbstractPrograms(Programs):
-    """An engine's programs on shapes: each is lowered for the target instead of run, and gives the shapes of its results."""
-
-    def __init__(self, target: Target, pair: Pair):
-        verifier, drafter = pair.configs()
-        dtype = jnp.bfloat16
-        plan = make_plan(SpeculativeConfig(), drafter)
-        super().__init__(verifier, abstract_decoder(verifier, dtype), abstract_drafter(drafter, dtype), plan)
-        self._target = target
-        self.lowered: list[tuple[str, jax.stages.Lowered]] = []
-
-    def _program(self, key: Key, build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]) -> Any:
-        lowered = self._target.lower(build(), arguments)
-        self.lowered.append((str(key[0]), lowered))
-        return lambda *_: lowered.out_info
-
-
 def pair_cases(target: Target, pair: Pair, batch: int = 1) -> Iterator[Case]:
     """What the engine compiles to answer: prefill of PREFILL tokens, and the decode loop round the cycle, at CAPACITY slots."""
-    programs = AbstractPrograms(target, pair)
-    tokens = np.zeros((batch, PREFILL + 1), np.int32)
-    rows: Any = np.zeros(batch, np.int32)  # only its shape counts, as everywhere here
-    cache, draft = programs.empty(rows, CAPACITY)
-    cache, draft = programs.prefill(cache, draft, tokens, rows)
-    state = DecodeState(cache, rows, rows, rows, None, draft)
-    sampling = jax.eval_shape(lambda: SamplingRows.of([SamplingParams()] * batch, [0] * batch))
-    stop_ids: Any = np.zeros((batch, 4), np.int32)
-    requests = Requests(sampling, rows, stop_ids)
-    programs.decode(state, requests, MAX_CYCLES)
-    for name, lowered in programs.lowered:
+    verifier, drafter = pair.configs()
+    programs = AbstractPrograms(verifier, drafter, make_plan(SpeculativeConfig(), drafter), jnp.bfloat16, target.lower)
+    for name, lowered in programs.lower_all(batch, CAPACITY, PREFILL).items():
         yield f"{pair.name} {name} B {batch}", lambda lowered=lowered: lowered

@@ -1,19 +1,16 @@
-"""What a compiled program asks of the device: memory, collectives, and the registers, stack and shared memory of its kernels.
+"""The registers, stack and shared memory of a compiled program's kernels.
 
-XLA tells the first two. Registers and stack (which is where spilled registers go) stand in the machine code inside the serialised
+Registers and stack (which is where spilled registers go) stand in the machine code inside the serialised
 executable: a Riegeli record file of Snappy-compressed records with ELF files in them. Shared memory stands in XLA's dump of the thunks.
 """
 
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
 @dataclass(frozen=True)
@@ -24,37 +21,6 @@ class Kernel:
     registers: int
     stack: int
     shared_memory: int | None = None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each device. In place: arguments whose buffers outputs take over."""
-
-    arguments: int
-    outputs: int
-    in_place: int
-    temporary: int
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.outputs - self.in_place + self.temporary
-
-
-def memory(compiled: jax.stages.Compiled) -> Memory:
-    found = compiled.memory_analysis()
-    assert found is not None
-    return Memory(
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes,
-        found.alias_size_in_bytes,
-        found.temp_size_in_bytes,
-    )
-
-
-def collectives(compiled: jax.stages.Compiled) -> Counter[str]:
-    """How many of each kind the program text holds; one in a loop counts once."""
-    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text() or "")
-    return Counter(found)
 
 
 def kernels(compiled: jax.stages.Compiled, dump: Path | None = None) -> list[Kernel]:

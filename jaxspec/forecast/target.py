@@ -5,6 +5,7 @@ a program compiles, with what registers, shared memory, device memory and collec
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,13 @@ NAMES = tuple(sorted(file.stem for file in TARGETS.glob("*.txtpb")))
 
 def missing() -> str | None:
     """Why nothing can be compiled here, None if it can."""
-    try:
-        import jax_plugins.xla_cuda12  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        version = jax.__version__
-        return (
-            "the wheels that compile for CUDA are not here: "
-            f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
-        )
-    return None
+    if find_spec("jax_plugins") is not None and find_spec("jax_plugins.xla_cuda12") is not None:
+        return None
+    version = jax.__version__
+    return (
+        "the wheels that compile for CUDA are not here: "
+        f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+    )
 
 
 @dataclass(frozen=True)
