@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from jaxspec import distributed
 from jaxspec.errors import CheckFailed, InputError
 
 BAD_INPUT, INTERNAL, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 1, 130, 141
@@ -53,15 +54,15 @@ def run(name: str, main: Callable[[list[str]], None], argv: list[str] | None = N
         sys.stdout.reconfigure(encoding="utf-8")
 
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: warn(name, message)
+        warnings.showwarning = lambda message, *_: warn(name, message) if distributed.first() else None
         try:
             main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
         except InputError as error:
-            print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+            print(f"{name}{distributed.label()}: error: {one_line(error)}", file=sys.stderr)
             return BAD_INPUT
         except CheckFailed as failure:
-            print(f"{name}: failed: {one_line(failure)}", file=sys.stderr)
+            print(f"{name}{distributed.label()}: failed: {one_line(failure)}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:
             print(f"{name}: interrupted", file=sys.stderr)
@@ -70,7 +71,13 @@ def run(name: str, main: Callable[[list[str]], None], argv: list[str] | None = N
             # What is still buffered has no reader: point stdout elsewhere, so that Python's own flush at exit is silent.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        except Exception:
+        except Exception as error:
+            if distributed.lost(error):
+                print(
+                    f"{name}{distributed.label()}: failed: another process has ended: {one_line(error)}",
+                    file=sys.stderr,
+                )
+                return FAILED
             traceback.print_exc()
             print(f"{name}: internal failure, see the traceback above", file=sys.stderr)
             return INTERNAL
@@ -81,9 +88,10 @@ def leave(status: int) -> NoReturn:
     """End the process with what `run` returned.
 
     After Ctrl-C a dispatched program may still be running on XLA's threads; taking the interpreter apart under it can crash the process,
-    so that case skips the taking apart.
+    so that case skips the taking apart. So does one of several processes that has failed: it must not wait for the others, and they
+    notice that it is gone.
     """
-    if status == INTERRUPTED:
+    if status == INTERRUPTED or (status and distributed.running()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -124,7 +132,7 @@ def writable_folder(flag: str, name: str) -> Path:
 @contextmanager
 def progress() -> Iterator[ShowProgress]:
     """A spinner with a message on stderr, on terminals only. Call the yielded function to change the message; None hides it."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not distributed.first():
         yield lambda message: None
         return
     from rich.console import Console

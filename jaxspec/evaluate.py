@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxspec import demo, distributed
 from jaxspec.cli import Parser, ShowProgress, leave, progress, run, warn, writable, writable_folder
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import SpeculativeConfig
@@ -29,11 +30,14 @@ def main(argv: list[str]) -> None:
         CheckFailed: --check-lossless has found a difference; everything has been printed.
     """
     args = _parser().parse_args(argv)
+    distributed.start(args)
     asked, drafters, drafts = _speculation(args)
     params = _sampling_params(args)
     _check_mode(args, asked)
     items = _prompts(args)
-    files = {flag: writable(flag, name) for flag, name in _files(args) if name is not None}
+    distributed.agree(args, prompts=items)
+    writes = distributed.first()
+    files = {flag: writable(flag, name) for flag, name in _files(args) if name is not None and writes}
     if args.profile_dir is not None:
         files["--profile-dir"] = writable_folder("--profile-dir", args.profile_dir)
     with progress() as show:
@@ -51,7 +55,8 @@ def main(argv: list[str]) -> None:
     found = {**_settings(args, models, prompts), **found}
     if "--json" in files:
         files["--json"].write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-    print(json.dumps(found) if args.output == "json" else "\n".join(lines), flush=True)
+    if distributed.first():
+        print(json.dumps(found) if args.output == "json" else "\n".join(lines), flush=True)
     if failure is not None:
         raise CheckFailed(failure)
 
@@ -91,6 +96,8 @@ def _parser() -> Parser:
     add("--max-batch-size", type=int, metavar="B", help="prompts that run together (default: 1; for the checks 8)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else the checkpoint's own")
     add("--kernels", choices=["xla", "triton", "interpret"], help="default: triton on NVIDIA GPUs, else xla")
+    add("--mesh", metavar="data=D,tensor=T,expert=E", help="devices to share rows, matrices and experts (default: one)")
+    distributed.add_flags(add)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--check-lossless", action="store_true", help="compare with plain decoding; status 1 if it differs"
@@ -148,7 +155,9 @@ def _check_mode(args: Namespace, asked: SpeculativeConfig) -> None:
         raise InputError(f"--draws {args.draws} must be at least 1, and goes with --check-lossless")
     if args.check_lossless and asked.rejection_sample_method == "synthetic":
         raise InputError("--check-lossless: rejection_sample_method synthetic is not lossless, by design")
-    if args.doctor and not args.drafter and asked.model is None:
+    if args.distributed and (args.check_lossless or args.doctor):
+        raise InputError("--distributed goes with measuring; run --check-lossless and --doctor as one process")
+    if args.doctor and not args.drafter and asked.model is None and args.model is not None:
         raise InputError("--doctor needs --drafter, and there is none")
     for flag, name in [*_files(args), ("--profile-dir", args.profile_dir)]:
         if name is not None and flag != "--json" and (args.check_lossless or args.doctor):
@@ -190,6 +199,7 @@ def _load(args: Namespace, asked: SpeculativeConfig, drafters: Sequence[str], sh
         asked,
         args.dtype,
         lambda done, total: show(f"loading {done / total:.0%}"),
+        args.mesh,
         args.kernels,
     )
 
@@ -224,6 +234,7 @@ def _settings(args: Namespace, models: "Models", prompts: Sequence[Sequence[int]
         "top_p": args.top_p,
         "top_k": args.top_k,
         "seed": args.seed,
+        "mesh": args.mesh,
         "max_batch_size": _batch_size(args),
     }
 
@@ -246,7 +257,7 @@ def _measure(
         write_trace(files["--trace"], measured)
     if "--plot" in files:
         plot(files["--plot"], measured)
-    for line in losses(measured):
+    for line in losses(measured) if distributed.first() else ():
         warn(NAME, line)
     memory = peak_memory()
     return measurement_json(measured, memory), measurement_lines(measured, memory)
@@ -300,7 +311,7 @@ def _doctor(
         assert one.module is not None and one.drafter is not None
 
         def reload(drafter: str = one.drafter):
-            again = load_models(args.model, [drafter], asked, other, kernels=args.kernels)
+            again = load_models(args.model, [drafter], asked, other, kernels=args.kernels, mesh=args.mesh)
             return again, again.drafters[0][1].module
 
         subject = Subject(

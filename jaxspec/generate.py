@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxspec import demo, distributed
 from jaxspec.cli import Parser, ShowProgress, leave, progress, run, writable, writable_folder
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.speculative import METHODS, SpeculativeConfig
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> None:
         KeyboardInterrupt: Ctrl-C, after what there is has been printed.
     """
     args = _parser().parse_args(argv)
-    _refuse_unsupported(args)
+    distributed.start(args)
     params = _sampling_params(args)
     items = collect_prompts(args.prompts, args.prompt_ids, args.prompt_file)
     if args.stream and args.output == "json":
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> None:
     if args.logprobs is not None and args.output != "json":
         raise InputError("--logprobs shows in --output json only; add that flag")
     speculation = _speculation(args)
-    trace = None if args.trace is None else writable("--trace", args.trace)
+    distributed.agree(args, prompts=items)
+    trace = writable("--trace", args.trace) if args.trace is not None and distributed.first() else None
     profile = None if args.profile_dir is None else writable_folder("--profile-dir", args.profile_dir)
     with progress() as show:
         engine = _load(args, speculation, show)
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> None:
             )
     if trace is not None:
         _write_trace(trace, results)
-    if args.stats:
+    if args.stats and distributed.first():
         _print_stats(results)
 
 
@@ -135,7 +137,8 @@ def _parser() -> Parser:
     add("--ignore-eos", action="store_true", help="go on past the model's end-of-sequence tokens")
     add("--max-batch-size", type=int, default=8, metavar="B", help="prompts that run together (default: %(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else the checkpoint's own")
-    add("--mesh", metavar="data=1,tensor=2", help="not supported yet")
+    add("--mesh", metavar="data=D,tensor=T,expert=E", help="devices to share rows, matrices and experts (default: one)")
+    distributed.add_flags(add)
     add("--kernels", choices=["xla", "triton", "interpret"], help="default: triton on NVIDIA GPUs, else xla")
     add("--output", choices=["text", "json"], default="text", help="json: one object a prompt (default: %(default)s)")
     add("--stream", action="store_true", help="print text as it comes, one prompt after the other")
@@ -143,12 +146,6 @@ def _parser() -> Parser:
     add("--trace", metavar="FILE", help="write what happened in each cycle of each prompt, one JSON object a line")
     add("--profile-dir", metavar="DIR", help="compile first, then write a jax.profiler trace of the answers there")
     return parser
-
-
-def _refuse_unsupported(args: Namespace) -> None:
-    """Flags of the contract that need several devices: refused until those are supported."""
-    if args.mesh is not None:
-        raise InputError(f"--mesh {args.mesh} is not supported yet; leave it out")
 
 
 def _speculation(args: Namespace) -> SpeculativeConfig:
@@ -212,6 +209,7 @@ def _load(args: Namespace, speculation: SpeculativeConfig, show: ShowProgress) -
         max_batch_size=args.max_batch_size,
         kernels=args.kernels,
         on_load=lambda done, total: show(f"loading {model}: {done / total:.0%}"),
+        mesh=args.mesh,
         on_compile=lambda program: show(None if program is None else f"compiling {program}"),
     )
     show(None)
@@ -249,9 +247,9 @@ def _generate(
 def _print_results(results: "Sequence[Result]", output: str) -> None:
     for number, result in enumerate(results):
         if output == "json":
-            print(json.dumps(result.as_json(), ensure_ascii=False), flush=True)
+            _print(json.dumps(result.as_json(), ensure_ascii=False))
         else:
-            print(f"{_gap(number)}{result.text}", flush=True)
+            _print(f"{_gap(number)}{result.text}")
 
 
 def _stream(
@@ -261,21 +259,26 @@ def _stream(
     # Every prompt is checked before the first one is answered.
     for number, events in enumerate([engine.stream(prompt, params) for prompt in prompts]):
         show(None)
-        print(_gap(number), end="")
+        _print(_gap(number), end="")
         try:
             for event in events:
-                print(event.text, end="", flush=True)
+                _print(event.text, end="")
                 if event.result is not None:
                     results.append(replace(event.result, batch=number))
         finally:
             show(None)
-            print(flush=True)
+            _print("")
     return results
 
 
 def _gap(number: int) -> str:
     """A blank line before every answer but the first."""
     return "\n" if number else ""
+def _print(text: str, end: str = "\n") -> None:
+    if distributed.first():
+        print(text, end=end, flush=True)
+
+
 
 
 def _write_trace(path: Path, results: "Sequence[Result]") -> None:

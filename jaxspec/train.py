@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     from jaxspec.training.recipe import read_recipe
 
-    recipe = read_recipe(Path(args.config), args.set)
+    recipe = read_recipe(Path(args.config), [*args.set, *_mesh(args.mesh)])
     if args.fresh:
         other = next(
             (
@@ -61,6 +61,7 @@ def _parser() -> Parser:
     add(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe: optimizer.lr=1e-3; repeatable"
     )
+    add("--mesh", metavar="data=D,tensor=T,expert=E", help="over the recipe's mesh (default: all devices along data)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write-answers", action="store_true", help="let the verifier answer data.questions, and stop")
     what.add_argument(
@@ -78,6 +79,15 @@ def _parser() -> Parser:
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     how.add_argument("--fresh", action="store_true", help="remove what an earlier run left in run.output first")
     return parser
+
+
+def _mesh(text: str | None) -> list[str]:
+    """The overrides of a recipe that --mesh stands for."""
+    if text is None:
+        return []
+    from jaxspec.sharding import parse_mesh
+
+    return [f"mesh.{axis}={size}" for axis, size in parse_mesh(text).items()]
 
 
 def _say(line: str) -> None:

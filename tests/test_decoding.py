@@ -337,7 +337,7 @@ def test_bad_calls_are_refused(engine):
         engine.generate([[1]], [SamplingParams()] * 2)
     with pytest.raises(InputError, match="stop_token_ids holds 259"):
         engine.generate([[1]], SamplingParams(stop_token_ids=[259]))
-    with pytest.raises(InputError, match="mesh is 'data=2'; it is not supported yet"):
+    with pytest.raises(InputError, match="mesh: data 2 are 2 devices; there are 1"):
         Engine.from_pretrained("anything", mesh="data=2")
     with pytest.raises(InputError, match="there is no drafter"):
         Engine.from_pretrained("anything", speculative_config={"method": "dflash"})

@@ -117,7 +117,7 @@ def test_stdin_is_the_prompt_where_there_is_no_other(model, capsys, monkeypatch)
             ["a", "--drafter", "/", "--speculative-config", '{"revision": "main"}'],
             "/: is local and has no revision 'main'; only a hub id has one",
         ),
-        (["a", "--mesh", "tensor=2"], "--mesh tensor=2 is not supported yet"),
+        (["a", "--mesh", "tensor=2"], "mesh: tensor 2 are 2 devices; there are 1"),
         (
             ["a", "--kernels", "triton"],
             "--kernels triton needs an NVIDIA GPU, and the device here is a cpu; leave it out",

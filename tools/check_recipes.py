@@ -37,11 +37,12 @@ def check(recipe_file: Path, config_file: Path, compiles: bool) -> str:
     import jax
     import jax.numpy as jnp
 
+    from jaxspec.sharding import rows
     from jaxspec.training.batch import Batch
     from jaxspec.training.initial import drafter_config, trainable_paths
     from jaxspec.training.objective_of import check_objective, plan_objective
     from jaxspec.training.online import VerifierParts
-    from jaxspec.training.placement import make_mesh, rows
+    from jaxspec.training.placement import make_mesh
     from jaxspec.training.programs import Programs
     from jaxspec.training.recipe import read_recipe
     from jaxspec.verifiers.families import parse_config

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxspec.checkpoint.safetensors import DTYPES
 from jaxspec.checkpoint.source import Source
 from jaxspec.errors import InputError
+from jaxspec.sharding import ShapesAndAxes
 from jaxspec.verifiers.names import Link
 from jaxspec.verifiers.names import Path as ParameterPath
 
@@ -31,6 +32,11 @@ _FINITE_CHUNK = 1 << 22  # elements checked at once, so that the check needs lit
 def flat_parameters(state: nnx.State) -> dict[ParameterPath, nnx.Variable]:
     """The parameters of a module's state by path, in order."""
     return {cast(ParameterPath, path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def shapes_and_axes(parameters: Mapping[ParameterPath, nnx.Variable]) -> ShapesAndAxes:
+    """Shape and logical axes of (abstract) parameters by path."""
+    return {path: (tuple(leaf.shape), leaf.get_metadata()["axes"]) for path, leaf in parameters.items()}
 
 
 def fill_parameters(

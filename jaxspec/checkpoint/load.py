@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 from huggingface_hub import snapshot_download
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoint.eos import eos_ids
@@ -18,6 +19,7 @@ from jaxspec.checkpoint.fill import (
     default_dtype,
     fill_parameters,
     flat_parameters,
+    shapes_and_axes,
     stored_dtype,
 )
 from jaxspec.checkpoint.gguf import GgufSource
@@ -27,6 +29,7 @@ from jaxspec.checkpoint.safetensors import SafetensorsSource, read_json
 from jaxspec.checkpoint.source import Source
 from jaxspec.config import VerifierConfig
 from jaxspec.errors import InputError
+from jaxspec.sharding import verifier_layout
 from jaxspec.verifiers.decoder import Decoder
 from jaxspec.verifiers.families import Family, parse_config
 from jaxspec.verifiers.hf import Fields
@@ -61,26 +64,33 @@ def load_verifier(
     dtype: DTypeLike | None = None,
     progress: Progress | None = None,
     place: Place | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedVerifier:
     """Loads a checkpoint directory (safetensors, or orbax as `jaxspec.convert` writes it), a hub id (honours HF_HUB_OFFLINE) or a
     .gguf file.
 
     dtype: float32 or bfloat16; None takes float32 on CPUs and the checkpoint's own elsewhere (bfloat16 for float16
-    files). place: where a finished parameter goes, by default `jax.device_put`. Host memory beside the finished
-    parameters stays at one parameter and one stored tensor.
+    files). place: where a finished parameter goes, by default `jax.device_put`. mesh: the devices to split it over, in
+    place of `place`. Host memory beside the finished parameters stays at one parameter and one stored tensor.
 
-    Raises InputError, one line, for everything that is wrong with the path, the config or the weights.
+    Raises InputError, one line, for everything that is wrong with the path, the config or the weights, and for a mesh
+    that the model cannot be split over.
     """
     wanted = None if dtype is None else checked_dtype(dtype)
     opened = open_verifier(path_or_id)
     source = opened.source
     stored = stored_dtype(source)
-    graph, state = nnx.split(abstract_decoder(opened.config, wanted or default_dtype(stored)))
+    config, dtype = opened.config, wanted or default_dtype(stored)
+    graph, state = nnx.split(abstract_decoder(config, dtype))
     parameters = flat_parameters(state)
     found = opened.tie(parameters)
+    if mesh is not None:
+        layout = verifier_layout(mesh, config, shapes_and_axes(parameters))
+        config, place = layout.fitted(config), layout.place
+        graph = nnx.graphdef(abstract_decoder(config, dtype))
     filled = fill_parameters(parameters, found.links, source, progress, place)
     return LoadedVerifier(
-        config=opened.config,
+        config=config,
         module=nnx.merge(graph, nnx.from_flat_state({path: filled[path] for path in parameters})),
         tokenizer_source=opened.tokenizer_source,
         eos_ids=opened.eos_ids,

@@ -81,7 +81,7 @@ class Batch:
                     finish[row] = Finish.STOP
                 new.append(answer.token_ids[before:])
             if (finish != np.asarray(dispatch.finish)).any():
-                state = replace(state, finish=jnp.array(finish))
+                state = replace(state, finish=self._programs.place(jnp.array(finish)))
             self._finish = finish
             yield new
 
@@ -177,14 +177,12 @@ class Batch:
                 stop_ids=pad_stop_ids(stop_ids, power_of_two(max(map(len, stop_ids)), MIN_STOP_IDS)),
                 bias=_bias([one.logit_bias for one in params], vocab_size),
             )
-            state = DecodeState(
-                cache=cache,
-                anchor=jnp.array([prompt[-1] for prompt in prompts], jnp.int32),
-                generated=jnp.array([0] * self._rows, jnp.int32),
-                finish=jnp.array(self._finish),
-                counts=TokenCounts.of_prompts(prompts, vocab_size) if penalized else None,
-                draft=draft,
-            )
+            anchor = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
+            generated = jnp.array([0] * self._rows, jnp.int32)
+            counts = TokenCounts.of_prompts(prompts, vocab_size) if penalized else None
+            here = (fixed, anchor, generated, jnp.array(self._finish), counts)
+            fixed, anchor, generated, finish, counts = self._programs.place(here)
+            state = DecodeState(cache, anchor, generated, finish, counts, draft)
             jax.block_until_ready(state)
         return state, fixed
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from jaxspec.decoding.accept import Drafts, Rule, Verdict, accept
 from jaxspec.decoding.randomness import Purpose, draw_keys, uniform
@@ -80,14 +81,15 @@ def draft(drafter: Drafter | None, state: DecodeState, requests: Requests, plan:
 def sampled(rows: SamplingRows, position: jax.Array) -> Choose:
     """Draw each draft at its row's temperature, top-k and top-p, which act on the verifier in the same order. min-p acts on the verifier
     alone; position int32 [B] is the anchors'."""
-    rows = replace(rows, min_p=jnp.zeros_like(rows.min_p))
+    return Partial(_draw_draft, replace(rows, min_p=jnp.zeros_like(rows.min_p)), position)
 
-    def choose(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        log_q = filter_logits(logits, rows)
-        keys = draw_keys(rows.seeds, position, jnp.broadcast_to(slot, position.shape), Purpose.DRAFT)
-        return draw(jnp.exp(log_q), uniform(keys)), log_q
 
-    return choose
+def _draw_draft(
+    rows: SamplingRows, position: jax.Array, logits: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    log_q = filter_logits(logits, rows)
+    keys = draw_keys(rows.seeds, position, jnp.broadcast_to(slot, position.shape), Purpose.DRAFT)
+    return draw(jnp.exp(log_q), uniform(keys)), log_q
 
 
 def keep(proposal: Proposal, state: DecodeState, plan: Plan) -> jax.Array:

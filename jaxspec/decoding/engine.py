@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxspec import compilation_cache
+from jaxspec import compilation_cache, distributed
 from jaxspec.checkpoint.drafters.load import load_drafter
 from jaxspec.checkpoint.load import load_verifier
 from jaxspec.config import VerifierConfig
@@ -29,6 +31,7 @@ from jaxspec.decoding.state import DecodeState, Requests
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import InputError
 from jaxspec.prompts import PROMPT_KEYS
+from jaxspec.sharding import mesh_of
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.verifiers.decoder import Decoder
 from jaxspec_kernels.implementation import Implementation
@@ -54,6 +57,7 @@ class Engine:
         load_s: float = 0.0,
         on_compile: Callable[[str | None], None] | None = None,
         kernels: Implementation | None = None,
+        mesh: Mesh | None = None,
     ):
         """An engine on a decoder in memory; `from_pretrained` loads one.
 
@@ -68,6 +72,8 @@ class Engine:
             load_s: seconds that loading took, for the results.
             on_compile: called with a description before something compiles, and with None behind it.
             kernels: "triton", "xla" or "interpret"; None takes triton on NVIDIA GPUs and xla elsewhere.
+            mesh: the devices that the weights lie on (`jaxspec.sharding`); None for one. Batches are filled up to a multiple of its `data`
+                axis.
 
         Raises:
             InputError: max_batch_size below 1, or kernels that do not run here.
@@ -80,7 +86,7 @@ class Engine:
         self._eos_ids = tuple(eos_ids)
         self._max_batch_size = max_batch_size
         self._load_s = load_s
-        self._programs = Programs(config, decoder, drafter, plan, on_compile, kernels)
+        self._programs = Programs(config, decoder, drafter, plan, on_compile, kernels, mesh)
 
     @classmethod
     def from_pretrained(
@@ -90,7 +96,7 @@ class Engine:
         *,
         speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None = None,
         dtype: DTypeLike | None = None,
-        mesh: str | None = None,
+        mesh: str | Mesh | None = None,
         max_batch_size: int = 8,
         on_load: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str | None], None] | None = None,
@@ -104,7 +110,8 @@ class Engine:
             model: where the verifier is.
             drafter: where the drafter is; "none" decodes plainly, None also, unless the speculative config names one.
             speculative_config: vLLM's keys, as a mapping, a JSON text, a JSON file's path, or parsed (`SpeculativeConfig`).
-            mesh: not supported yet; anything but None is refused.
+            mesh: the devices to run on, as "data=2,tensor=4" or a `jax.sharding.Mesh` (`jaxspec.sharding.make_mesh`); None: one device, or
+                with several processes all of them along `data`.
             dtype: float32 or bfloat16 for weights and cache; None takes float32 on CPUs, else the checkpoint's own.
             max_batch_size, on_compile, kernels: as for the constructor.
             on_load: called with bytes done and bytes in all while the weights load.
@@ -112,8 +119,7 @@ class Engine:
         Raises:
             InputError: a model that cannot be loaded, or an argument that is not supported.
         """
-        if mesh is not None:
-            raise InputError(f"mesh is {mesh!r}; it is not supported yet and must be None")
+        devices = mesh_of(mesh)
         check_kernels(kernels)
         asked = _speculative_config(speculative_config)
         if drafter is None:
@@ -127,16 +133,17 @@ class Engine:
 
         compilation_cache.enable()
         start = time.perf_counter()
-        loaded = load_verifier(model, dtype=dtype, progress=on_load)
+        loaded = load_verifier(model, dtype=dtype, progress=on_load, mesh=devices)
         config, module, plan = loaded.config, None, None
         if asked.max_model_len is not None:
             config = replace(config, max_positions=min(config.max_positions, asked.max_model_len))
         if drafter is not None:
-            opened = load_drafter(drafter, verifier=loaded, dtype=dtype, revision=asked.revision)
+            opened = load_drafter(drafter, verifier=loaded, dtype=dtype, revision=asked.revision, mesh=devices)
             module, plan = opened.module, make_plan(asked, opened.config)
             if asked.enable_adaptive_verification:
+                rows = power_of_two(max_batch_size)
                 curve = measure_steps_per_s(
-                    config, loaded.module, module, plan.drafts, plan.widths, power_of_two(max_batch_size), kernels
+                    config, loaded.module, module, plan.drafts, plan.widths, rows, kernels, devices
                 )
                 plan = replace(plan, steps_per_s=curve)
         return cls(
@@ -150,6 +157,7 @@ class Engine:
             load_s=time.perf_counter() - start,
             on_compile=on_compile,
             kernels=kernels,
+            mesh=devices,
         )
 
     @property
@@ -261,7 +269,7 @@ class Engine:
         ]
 
     def _batch(self, requests: list[Request]) -> Batch:
-        rows = min(power_of_two(len(requests)), self._max_batch_size)
+        rows = self._programs.rows(min(power_of_two(len(requests)), self._max_batch_size))
         return Batch(self._programs, requests, rows, self._text)
 
     def _collect(self, results: list[Result | None], requests: list[Request], batch: Batch, number: int) -> None:
@@ -282,8 +290,10 @@ class Engine:
             raise InputError(
                 f"params has {len(params)} entries for {len(prompts)} prompts; it must have one or as many"
             )
+        # Where none is given one is drawn, the same in every process.
+        seeds = distributed.same(np.array([secrets.randbits(32) for _ in (*prompts, *prompts)], np.uint32)).tolist()
         requests = [
-            self._request(index, prompt, wanted)
+            self._request(index, prompt, wanted, seeds[2 * index] << 32 | seeds[2 * index + 1])
             for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
         ]
         self._warn_past_the_drafter(requests)
@@ -300,7 +310,7 @@ class Engine:
                 stacklevel=4,
             )
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams, seed: int) -> Request:
         where = f"prompt {index + 1}"
         tokens = self._prompt_ids(where, prompt)
         vocab, longest = self.config.vocab_size, self.config.max_positions
@@ -325,7 +335,7 @@ class Engine:
             index=index,
             prompt=tuple(tokens),
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=seed if params.seed is None else params.seed,
             limit=min(params.max_new_tokens, longest - len(tokens)),
             stop_ids=tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})),
         )

@@ -3,16 +3,21 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxspec import distributed
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.kernels import compile_program
-from jaxspec.drafters.base import Context, Drafter, attention_layers, greedy
+from jaxspec.decoding.programs import lies_whole
+from jaxspec.drafters.base import Context, Drafter, WholeDrafter, attention_layers, greedy
 from jaxspec.layers.cache import KVCache
+from jaxspec.sharding import WHOLE, by_rows
 from jaxspec.verifiers.decoder import Decoder
 from jaxspec_kernels.implementation import Implementation
 
@@ -28,6 +33,7 @@ def measure_steps_per_s(
     widths: Sequence[int],
     batch: int,
     kernels: Implementation | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[float, ...]:
     """Steps a second at n = 1 .. batch * (K + 1) tokens a verify pass.
 
@@ -42,14 +48,19 @@ def measure_steps_per_s(
         widths: drafts a verify pass is compiled for, increasing.
         batch: B.
         kernels: the kernels' implementation, as in `Programs`, which also warns where Triton fails.
+        mesh: where the weights lie. Each device of its `data` axis is measured with its own share of the rows, and schedules those.
     """
+    if mesh is not None:
+        batch = -(-batch // mesh.shape["data"])
     layers = [layer.attention for layer in config.layers]
     dtype = decoder.embed.weight[...].dtype
     graphdef, state = nnx.split((decoder, drafter))
     leaves, treedef = jax.tree.flatten(state)
+    drafter_whole = mesh is not None and lies_whole(drafter, mesh)
 
     def models(leaves: list[jax.Array]) -> tuple[Decoder, Drafter]:
-        return nnx.merge(graphdef, treedef.unflatten(leaves))
+        decoder, drafter = nnx.merge(graphdef, treedef.unflatten(leaves))
+        return decoder, WholeDrafter(drafter) if drafter_whole else drafter
 
     def verify(leaves: list[jax.Array], tokens: jax.Array) -> jax.Array:
         model, _ = models(leaves)
@@ -69,15 +80,18 @@ def measure_steps_per_s(
 
     def seconds(function: Callable[..., jax.Array], *arguments: object) -> float:
         def build() -> jax.stages.Wrapped:
-            return jax.jit(lambda *arguments: function(*arguments))
+            here = function if mesh is None else by_rows(function, mesh, WHOLE, WHOLE)
+            return jax.jit(lambda *arguments: here(*arguments))
 
-        return _seconds(compile_program(build, arguments, kernels, lambda reason: None), *arguments)
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):
+            program = compile_program(build, arguments, kernels, lambda reason: None)
+        return _seconds(program, *arguments)
 
     draft_s = seconds(draft, leaves, Context(features, ones, jnp.ones(batch, jnp.int32)))
     verify_s = [seconds(verify, leaves, ones[:, : width + 1]) for width in widths]
     tokens = np.arange(1, batch * (drafts + 1) + 1)
     step_s = draft_s + np.interp(tokens, [batch * (width + 1) for width in widths], verify_s)
-    return tuple((1.0 / step_s).tolist())
+    return tuple(distributed.same(1.0 / step_s).tolist())  # every process must compile the same program
 
 
 def _seconds(program: Callable[..., jax.Array], *arguments: object) -> float:

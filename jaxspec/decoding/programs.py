@@ -7,19 +7,24 @@ measured here and nowhere mixed with run time.
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import VerifierConfig
 from jaxspec.decoding.cycle import Plan
 from jaxspec.decoding.kernels import compile_program
 from jaxspec.decoding.loop import MAX_CYCLES, decode, empty_context, prefill
 from jaxspec.decoding.state import DecodeState, Dispatch, DraftState, Requests
-from jaxspec.drafters.base import Drafter, attention_layers
+from jaxspec.drafters.base import Drafter, WholeDrafter, attention_layers
 from jaxspec.layers.cache import KVCache
+from jaxspec.sharding import ROWS, WHOLE, by_rows, put, whole
+from jaxspec.sharding import rows as row_sharding
 from jaxspec.verifiers.decoder import Decoder
 from jaxspec_kernels.implementation import Implementation
 
@@ -33,6 +38,10 @@ MAX_PREFILL = 512  # ... to here; longer prompts take several calls
 MIN_CAPACITY = 256  # S of a cache: a power of two from here on, at most the model's longest sequence
 CAPACITY_STEP = 128
 MIN_STOP_IDS = 4
+
+# Records have a cycle axis in front of the rows.
+DISPATCH: Any = Dispatch(PartitionSpec(None, "data"), PartitionSpec("data"))  # pyright: ignore[reportArgumentType]
+CACHE = PartitionSpec("data", "tensor")  # [B, K, S, H]
 
 
 def power_of_two(number: int, least: int = 1) -> int:
@@ -56,6 +65,7 @@ class Programs:
         plan: Plan | None = None,
         on_compile: Callable[[str | None], None] | None = None,
         kernels: Implementation | None = None,
+        mesh: Mesh | None = None,
     ):
         """A verifier's programs, with a drafter's inside.
 
@@ -67,14 +77,18 @@ class Programs:
             on_compile: called with a program's description before it compiles, and with None behind it.
             kernels: the kernels' implementation; None takes the platform's. Where Triton fails to compile a program, XLA's own
                 operations are taken instead, and one warning says so.
+            mesh: where the weights lie; None: on one device.
         """
         self.config = config
         self.plan = plan or Plan()
         self.drafter_config = None if drafter is None else drafter.config
         self.compile_s = 0.0
+        self.mesh = mesh
         # A flat list costs a tenth of a millisecond a dispatch; a module as an argument costs many (298 arrays: flat 0.4 ms, module 9 ms).
         self._graphdef, state = nnx.split((decoder, drafter))
-        self._leaves, self._treedef = jax.tree.flatten(state)
+        leaves, self._treedef = jax.tree.flatten(state)
+        self._leaves = self._placed(leaves)
+        self._drafter_whole = mesh is not None and drafter is not None and lies_whole(drafter, mesh)
         self._dtype = decoder.embed.weight.dtype
         self._on_compile = on_compile
         self._kernels: Implementation | None = kernels
@@ -98,18 +112,31 @@ class Programs:
         layers = [layer.attention for layer in self.config.layers]
         batch, drafter, drafts = anchor.shape[0], self.drafter_config, self.plan.drafts
 
+        def run(anchor: jax.Array) -> tuple[KVCache, DraftState | None]:
+            cache = KVCache.empty(layers, batch, capacity, self._dtype)
+            if drafter is None:
+                return cache, None
+            draft_cache = KVCache.empty(attention_layers(drafter), batch, capacity, self._dtype)
+            context = empty_context(anchor, drafts, drafter.feature_width, self._dtype)
+            return cache, DraftState(draft_cache, context)
+
         def build() -> jax.stages.Wrapped:
-            def run(anchor: jax.Array) -> tuple[KVCache, DraftState | None]:
-                cache = KVCache.empty(layers, batch, capacity, self._dtype)
-                if drafter is None:
-                    return cache, None
-                draft_cache = KVCache.empty(attention_layers(drafter), batch, capacity, self._dtype)
-                context = empty_context(anchor, drafts, drafter.feature_width, self._dtype)
-                return cache, DraftState(draft_cache, context)
+            return jax.jit(run, out_shardings=self._lies(jax.eval_shape(run, anchor)))
 
-            return jax.jit(run)
+        (anchor,) = arguments = (self.place(anchor),)
+        return self._program(("empty", batch, capacity), build, arguments)(anchor)
 
-        return self._program(("empty", batch, capacity), build, (anchor,))(anchor)
+    def place(self, rows: Any) -> Any:
+        """Arrays of B rows in front, put where the rows of a batch lie; without a mesh as they are."""
+        return rows if self.mesh is None else put(rows, row_sharding(self.mesh))
+
+    def settled(self, state: Any) -> Any:
+        """A state, or a tree with states in it, that came out of another program, back where it lies."""
+        return state if self.mesh is None else jax.device_put(state, self._lies(state))
+
+    def rows(self, number: int) -> int:
+        """B for `number` rows: a multiple of the devices that share the rows."""
+        return number if self.mesh is None else -(-number // self.mesh.shape["data"]) * self.mesh.shape["data"]
 
     def prefill(
         self, cache: KVCache, draft: DraftState | None, tokens: np.ndarray, count: np.ndarray
@@ -126,9 +153,12 @@ class Programs:
             ) -> tuple[KVCache, DraftState | None]:
                 return prefill(*self._models(leaves), cache, draft, tokens, count)
 
-            return jax.jit(run, donate_argnums=(1, 2))
+            if self.mesh is None:
+                return jax.jit(run, donate_argnums=(1, 2))
+            split = by_rows(run, self.mesh, (WHOLE, *(ROWS,) * 4))
+            return jax.jit(split, donate_argnums=(1, 2), out_shardings=self._lies((cache, draft)))
 
-        arguments = (self._leaves, cache, draft, tokens, count)
+        arguments = (self._leaves, cache, draft, *self.place((tokens, count)))
         return self._program(("prefill", *tokens.shape, cache.capacity), build, arguments)(*arguments)
 
     def decode(
@@ -144,7 +174,11 @@ class Programs:
             ) -> tuple[DecodeState, Dispatch]:
                 return decode(*self._models(leaves), state, requests, cycles, plan)
 
-            return jax.jit(run, donate_argnums=1)
+            if self.mesh is None:
+                return jax.jit(run, donate_argnums=1)
+            split = by_rows(run, self.mesh, (WHOLE, ROWS, ROWS, WHOLE), (ROWS, DISPATCH))
+            # The host of every process reads what happened in every row.
+            return jax.jit(split, donate_argnums=1, out_shardings=(self._lies(state), whole(self.mesh)))
 
         batch, stop_ids = requests.stop_ids.shape
         variant = (state.counts is not None, requests.bias is not None, logprobs)
@@ -160,7 +194,10 @@ class Programs:
                 models = self._models(leaves)
                 return jax.lax.fori_loop(0, times, lambda _, state: step(*models, state, requests, self.plan), state)
 
-            return jax.jit(run, donate_argnums=1)
+            if self.mesh is None:
+                return jax.jit(run, donate_argnums=1)
+            split = by_rows(run, self.mesh, (WHOLE, ROWS, ROWS, WHOLE))
+            return jax.jit(split, donate_argnums=1, out_shardings=self._lies(state))
 
         batch, stop_ids = requests.stop_ids.shape
         arguments = (self._leaves, state, requests, np.int32(times))
@@ -172,10 +209,39 @@ class Programs:
         leaves, treedef = jax.tree.flatten(state)
         if graphdef != self._graphdef or treedef != self._treedef:
             raise ValueError("the new drafter must be built like the one it replaces")
-        self._leaves = leaves
+        self._leaves = self._placed(leaves)
+
+    def _lies(self, state: Any) -> Any:
+        """Where what has B rows in front lies, caches in it included: the same tree; None without a mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        rows, heads = row_sharding(mesh), NamedSharding(mesh, CACHE)
+
+        def of(part: Any) -> Any:
+            if isinstance(part, DraftState) and self._drafter_whole:
+                return jax.tree.map(lambda _: rows, part)
+            if isinstance(part, DraftState):
+                return DraftState(of(part.cache), jax.tree.map(lambda _: rows, part.context))
+            if isinstance(part, KVCache):
+                cache: Any = tuple(heads for _ in part.k)
+                return KVCache(cache, cache, rows)  # pyright: ignore[reportArgumentType]
+            return rows
+
+        return jax.tree.map(of, state, is_leaf=lambda part: isinstance(part, DraftState | KVCache))
+
+    def _placed(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Weights that lie on another device, such as a scripted drafter's, put whole on every device of the mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return leaves
+        return [
+            leaf if leaf.sharding.device_set == set(mesh.devices.flat) else put(leaf, whole(mesh)) for leaf in leaves
+        ]
 
     def _models(self, leaves: list[jax.Array]) -> tuple[Decoder, Drafter | None]:
-        return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
+        decoder, drafter = nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
+        return decoder, drafter if drafter is None or not self._drafter_whole else WholeDrafter(drafter)
 
     def _program(
         self, key: Key, build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]
@@ -185,7 +251,8 @@ class Programs:
             if self._on_compile is not None:
                 self._on_compile(" ".join(map(str, key)))
             start = time.perf_counter()
-            program = compile_program(build, arguments, self._kernels, self._warn)
+            with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+                program = compile_program(build, arguments, self._kernels, self._warn)
             self.compile_s += time.perf_counter() - start
             self._compiled[key] = program
             if self._on_compile is not None:
@@ -199,6 +266,13 @@ class Programs:
                 stacklevel=2,
             )
         self._warned = True
+
+
+def lies_whole(module: Any, mesh: Mesh) -> bool:
+    """Whether every array of a module lies whole on every device, or on one that is none of the mesh's."""
+    devices = set(mesh.devices.flat)
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(module))]
+    return all(one.is_fully_replicated for one in shardings if one.device_set == devices)
 
 
 class RunTimer:

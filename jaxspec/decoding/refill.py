@@ -47,7 +47,7 @@ def run_refilled(programs: Programs, requests: Sequence[Request], rows: int) -> 
 
     for size, members in groupby(sorted(requests, key=capacity), key=capacity):
         waiting = deque(members)
-        yield from _run(programs, waiting, min(rows, power_of_two(len(waiting))), size)
+        yield from _run(programs, waiting, programs.rows(min(rows, power_of_two(len(waiting)))), size)
 
 
 def _run(programs: Programs, waiting: deque[Request], rows: int, capacity: int) -> Iterator[Finished]:
@@ -55,7 +55,7 @@ def _run(programs: Programs, waiting: deque[Request], rows: int, capacity: int) 
         taken = [waiting.popleft() for _ in range(min(number, len(waiting)))]
         return taken, *Batch(programs, taken, number, _no_text).start(capacity)
 
-    fresh = max(rows // FRESH_SHARE, 1)
+    fresh = programs.rows(max(rows // FRESH_SHARE, 1))
     taken, state, fixed = start(rows)
     running: dict[int, Request] = dict(enumerate(taken))
     answers: dict[int, list[int]] = {row: [] for row in running}
@@ -77,7 +77,7 @@ def _run(programs: Programs, waiting: deque[Request], rows: int, capacity: int) 
             answers |= {row: [] for row in slots}
             # Rows that only fill up the fresh batch go to a slot that there isn't.
             places = np.array(slots + [rows] * (fresh - len(slots)), np.int32)
-            state, fixed = insert_rows(state, fixed, new_state, new_fixed, places)
+            state, fixed = programs.settled(insert_rows(state, fixed, new_state, new_fixed, places))
 
 
 @partial(jax.jit, donate_argnums=0)

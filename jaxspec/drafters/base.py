@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from jaxspec.config import AttentionConfig
@@ -19,9 +20,10 @@ from jaxspec.layers.argmax import argmax
 from jaxspec.layers.cache import KVCache
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
+from jaxspec.sharding import everywhere, gathered
 
 # Chooses a draft: (logits float32 [B, Vd], slot int32 scalar) -> (draft ids int32 [B], log-probabilities float32 [B, Vd] of the
-# distribution that they were drawn from, None for a point mass).
+# distribution that they were drawn from, None for a point mass). One that needs arrays is a `jax.tree_util.Partial` of them.
 Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
@@ -75,6 +77,32 @@ class Drafter(Protocol):
         ...
 
 
+class WholeDrafter:
+    """A drafter that lies whole on every device of `tensor` and `expert`: each runs all of it, without an exchange between them."""
+
+    def __init__(self, drafter: Drafter):
+        self.config, self.vocabulary = drafter.config, drafter.vocabulary
+        # What runs everywhere takes its arrays as arguments: arrays from outside belong to another kind of mesh.
+        self._graph, self._state = nnx.split(drafter)
+
+    def prefill(self, context: Context, cache: KVCache) -> KVCache:
+        """See `Drafter`."""
+
+        def run(state: nnx.State, context: Context, cache: KVCache) -> KVCache:
+            return nnx.merge(self._graph, state).prefill(context, cache)
+
+        return everywhere(run)(self._state, context, cache)
+
+    def draft(self, context: Context, cache: KVCache, drafts: int, choose: Choose) -> tuple[Proposal, KVCache]:
+        """See `Drafter`."""
+
+        def run(state: nnx.State, context: Context, cache: KVCache, choose: Choose) -> tuple[Proposal, KVCache]:
+            return nnx.merge(self._graph, state).draft(context, cache, drafts, choose)
+
+        carried = choose if isinstance(choose, Partial) else Partial(choose)
+        return everywhere(run)(self._state, context, cache, carried)
+
+
 def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
     """The `Choose` of greedy drafting: the most likely token, a point mass."""
     del slot
@@ -91,14 +119,14 @@ class DraftVocabulary(nnx.Module):
         )
         self.head = Linear((config.width,), (config.draft_vocab_size,), ("embed",), ("vocab",), rngs=rngs, dtype=dtype)
         self.target_ids = (
-            VocabMap(jnp.arange(config.draft_vocab_size, dtype=jnp.int32), axes=("vocab",))
+            VocabMap(jnp.arange(config.draft_vocab_size, dtype=jnp.int32), axes=("draft_id",))
             if config.reduced_vocab
             else None
         )
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., D] after the drafter's final norm -> float32 [..., Vd]."""
-        logits = self.head(hidden).astype(jnp.float32) * self.config.logit_scale
+        logits = gathered(self.head(hidden)).astype(jnp.float32) * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

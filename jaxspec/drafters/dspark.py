@@ -82,8 +82,9 @@ class MarkovHead(nnx.Module):
     def __init__(self, markov: MarkovConfig, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.config = markov
         r, d = markov.rank, config.width
-        self.w1 = Embedding(config.vocab_size, (r,), ("markov",), rngs=rngs, dtype=dtype)
-        self.w2 = Linear((r,), (config.draft_vocab_size,), ("markov",), ("vocab",), rngs=rngs, dtype=dtype)
+        # Whole on every device: split, each of the K steps would wait for two exchanges that cost more than the bytes they save.
+        self.w1 = Embedding(config.vocab_size, (r,), ("markov",), vocab="bias_vocab", rngs=rngs, dtype=dtype)
+        self.w2 = Linear((r,), (config.draft_vocab_size,), ("markov",), ("bias_vocab",), rngs=rngs, dtype=dtype)
         self.gate = (
             Linear((d + r,), (r,), ("markov_in",), ("markov",), bias=True, rngs=rngs, dtype=dtype)
             if markov.kind == "gated"

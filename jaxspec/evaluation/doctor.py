@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -234,7 +235,8 @@ def with_shuffled_weights(drafter: Drafter) -> Drafter:
         if path[0] == "vocabulary" or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         values = np.asarray(leaf[...])
-        flat[path] = leaf.replace(jnp.asarray(rng.permutation(values.reshape(-1)).reshape(values.shape)))
+        shuffled = rng.permutation(values.reshape(-1)).reshape(values.shape)
+        flat[path] = leaf.replace(jax.device_put(shuffled, leaf[...].sharding))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 

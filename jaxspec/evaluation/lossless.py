@@ -29,6 +29,7 @@ from jaxspec.evaluation.models import Models, OnCompile, Run
 from jaxspec.evaluation.scripted import Scripted, constant_table, junk_table, oracle_table
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
+from jaxspec_kernels.implementation import use
 
 SCRIPTED_DRAFTS = 5  # K of scripted drafts where no drafter says one
 _SHORTEST = 64  # tokens that the judge runs at least
@@ -98,12 +99,15 @@ class Judge:
         self._leaves, treedef = jax.tree.flatten(state)
         self._dtype = decoder.embed.weight[...].dtype
         layers = [layer.attention for layer in decoder.config.layers]
+        # Split over devices, plain operations: the compiler splits those by itself.
+        kernels = "xla" if len(decoder.embed.weight[...].sharding.device_set) > 1 else None
         bits = 0.0 if self._dtype == jnp.float32 else 2.0**-8
         self._relative = bits * math.sqrt(2 * len(layers))
 
         def run(leaves: list[jax.Array], tokens: jax.Array, asked: jax.Array) -> tuple[jax.Array, ...]:
             decoder = nnx.merge(graphdef, treedef.unflatten(leaves))
-            hidden, _, _ = decoder(tokens, KVCache.empty(layers, 1, tokens.shape[1], self._dtype))
+            with use(kernels):
+                hidden, _, _ = decoder(tokens, KVCache.empty(layers, 1, tokens.shape[1], self._dtype))
 
             def one(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
                 logits = decoder.logits(at[0][None, None])[0, 0]  # [V]; one position at a time: V is large
@@ -115,7 +119,8 @@ class Judge:
 
         def last(leaves: list[jax.Array], tokens: jax.Array, length: jax.Array) -> jax.Array:
             decoder = nnx.merge(graphdef, treedef.unflatten(leaves))
-            hidden, _, _ = decoder(tokens, KVCache.empty(layers, 1, tokens.shape[1], self._dtype))
+            with use(kernels):
+                hidden, _, _ = decoder(tokens, KVCache.empty(layers, 1, tokens.shape[1], self._dtype))
             return decoder.logits(jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1))[0, 0]
 
         self._last = jax.jit(last)

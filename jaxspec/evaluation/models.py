@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec import compilation_cache
@@ -20,6 +21,7 @@ from jaxspec.decoding.programs import power_of_two
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import InputError
+from jaxspec.sharding import mesh_of
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec_kernels.implementation import Implementation
 
@@ -37,6 +39,7 @@ class Models:
         drafters: with their weights, in the order given, each under the name it was given by.
         load_s: seconds that loading took.
         kernels: the kernels' implementation; None takes the platform's.
+        mesh: the devices that the weights lie on; None for one.
     """
 
     verifier: LoadedVerifier
@@ -45,6 +48,7 @@ class Models:
     drafters: tuple[tuple[str, LoadedDrafter], ...]
     load_s: float
     kernels: Implementation | None = None
+    mesh: Mesh | None = None
 
     def engine(
         self,
@@ -66,6 +70,7 @@ class Models:
             load_s=self.load_s,
             on_compile=on_compile,
             kernels=self.kernels,
+            mesh=self.mesh,
         )
 
 
@@ -93,27 +98,30 @@ def load_models(
     dtype: DTypeLike | None,
     on_load: Callable[[int, int], None] | None = None,
     kernels: Implementation | None = None,
+    mesh: str | None = None,
 ) -> Models:
     """Load everything.
 
     Raises:
-        InputError: a model or drafter that cannot be loaded, a drafter of another verifier, or kernels that do not run here.
+        InputError: a model or drafter that cannot be loaded, a drafter of another verifier, kernels that do not run here, or a mesh that
+            does not fit.
     """
+    devices = mesh_of(mesh)
     check_kernels(kernels)
     compilation_cache.enable()
     start = time.perf_counter()
-    verifier = load_verifier(model, dtype=dtype, progress=on_load)
+    verifier = load_verifier(model, dtype=dtype, progress=on_load, mesh=devices)
     config = verifier.config
     if asked.max_model_len is not None:
         config = replace(config, max_positions=min(config.max_positions, asked.max_model_len))
     loaded = []
     for drafter in drafters:
         try:
-            loaded.append((drafter, load_drafter(drafter, verifier=verifier, dtype=dtype)))
+            loaded.append((drafter, load_drafter(drafter, verifier=verifier, dtype=dtype, mesh=devices)))
         except InputError as error:
             raise InputError(f"--drafter {drafter}: {error}") from error
     tokenizer = load_tokenizer(verifier.tokenizer_source)
-    return Models(verifier, config, tokenizer, tuple(loaded), time.perf_counter() - start, kernels)
+    return Models(verifier, config, tokenizer, tuple(loaded), time.perf_counter() - start, kernels, devices)
 
 
 def make_runs(
@@ -144,6 +152,7 @@ def make_runs(
                     plan.widths,
                     power_of_two(max_batch_size),
                     models.kernels,
+                    models.mesh,
                 )
                 plan = replace(plan, steps_per_s=curve)
             plans.append((given, f"{name} K={plan.drafts}", loaded.module, plan))

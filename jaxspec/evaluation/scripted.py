@@ -11,6 +11,7 @@ from jaxspec.config import AttentionConfig, LayerConfig, RopeConfig, VerifierCon
 from jaxspec.drafters.base import Choose, Context, DraftVocabulary, Proposal
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.layers.cache import KVCache
+from jaxspec.sharding import first_row
 
 
 class Scripted(nnx.Module):
@@ -33,7 +34,8 @@ class Scripted(nnx.Module):
         del choose
         cache = cache.advance(context.count)
         table = self.table[...]
-        rows = jnp.arange(cache.length.shape[0], dtype=jnp.int32)
+        count = cache.length.shape[0]
+        rows = first_row(count) + jnp.arange(count, dtype=jnp.int32)
         ids = table[rows, jnp.minimum(cache.length, table.shape[1] - 1)][:, :drafts]
         return Proposal(ids, ids, None, None), cache
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxspec import distributed
 from jaxspec.decoding.cycle import Plan, cycle, draft, keep, verify
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
@@ -63,7 +64,7 @@ def measure_split(engine: Engine, results: Sequence[Result], params: SamplingPar
     for name, step in parts.items():
         state = _timed(engine, name, step, state, requests, 1)[0]  # compiles
         state, once = _timed(engine, name, step, state, requests, 2)
-        repeats[name] = min(max(round(2 * ROUND_S / once), 1), MOST_REPEATS)
+        repeats[name] = int(distributed.same(min(max(round(2 * ROUND_S / once), 1), MOST_REPEATS)))
     for _ in range(ROUNDS):
         for name, step in parts.items():
             state, spent = _timed(engine, name, step, state, requests, repeats[name])

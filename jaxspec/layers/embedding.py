@@ -23,11 +23,12 @@ class Embedding(nnx.Module):
         axes: Sequence[str],
         *,
         scale: float = 1.0,
+        vocab: str = "vocab",
         rngs: nnx.Rngs,
         dtype: DTypeLike,
     ):
         self.scale = scale
-        self.weight = normal_param(rngs, (vocab_size, *shape), ("vocab", *axes), dtype)
+        self.weight = normal_param(rngs, (vocab_size, *shape), (vocab, *axes), dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens int32 [B, T] -> [B, T, *width] in the table's dtype."""

@@ -1,9 +1,12 @@
 """Mixture of experts: routing in float32, and the experts' MLPs over only the tokens routed to them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxspec.config import Activation, MoeConfig
@@ -11,11 +14,14 @@ from jaxspec.layers.linear import Linear, project
 from jaxspec.layers.mlp import activation
 from jaxspec.layers.norm import rms_normalize
 from jaxspec.layers.param import constant_param, normal_param
+from jaxspec_kernels.devices import unsplit_axes
 
 # Up to this many (token, expert) pairs each pair reads its expert's weights on its own: decode and verify blocks.
 GATHER_PAIRS = 64
 # Beyond it, pairs are sorted by expert and go through in blocks of this many rows of one expert: prefill.
 BLOCK_ROWS = 32
+
+Stacked = tuple[jax.Array, jax.Array, jax.Array]  # gate and up [E, F, D], down [E, D, F]
 
 
 def route(router_logits: jax.Array, top_k: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
@@ -53,10 +59,32 @@ class MixtureOfExperts(nnx.Module):
         batch, block, width = x.shape
         rows = x.reshape(batch * block, width)
         weights, experts = self._route(router_input.reshape(batch * block, width))
-        pairs = rows.shape[0] * self.config.top_k
-        run = self._gathered if pairs <= GATHER_PAIRS else self._grouped
-        out = run(rows, experts)  # [M, k, D]
-        return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype).reshape(x.shape)
+        stacked = self.gate.weight[...], self.up.weight[...], self.down.weight[...]
+        axes = unsplit_axes("expert", "tensor")
+        mix = partial(self._mixed_here, axes=axes) if axes else self._mixed
+        if axes:
+            expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
+            split = (P(expert, tensor), P(expert, tensor), P(expert, None, tensor))
+            mix = jax.shard_map(
+                mix, in_specs=(P(), P(), P(), split), out_specs=P(), axis_names=set(axes), check_vma=False
+            )
+        return mix(rows, weights, experts, stacked).astype(x.dtype).reshape(x.shape)
+
+    def _mixed(self, rows: jax.Array, weights: jax.Array, experts: jax.Array, stacked: Stacked) -> jax.Array:
+        """rows [M, D], weights float32 [M, k], experts int32 [M, k] -> float32 [M, D], the experts' outputs by weight."""
+        run = self._gathered if experts.size <= GATHER_PAIRS else self._grouped
+        return jnp.sum(run(rows, experts, stacked).astype(jnp.float32) * weights[..., None], axis=1)
+
+    def _mixed_here(
+        self, rows: jax.Array, weights: jax.Array, experts: jax.Array, stacked: Stacked, axes: tuple[str, ...]
+    ) -> jax.Array:
+        """`_mixed` on one of several devices, which holds some of the experts, or a part of each one's width, or both: what it adds to the
+        sum. Pairs of other devices' experts weigh nothing here."""
+        held = stacked[0].shape[0]
+        local = experts - lax.axis_index("expert").astype(jnp.int32) * held if "expert" in axes else experts
+        mine = (local >= 0) & (local < held)
+        mixed = self._mixed(rows, jnp.where(mine, weights, 0.0), jnp.where(mine, local, 0), stacked)
+        return lax.psum(mixed, axes)
 
     def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """rows [M, D] -> weights float32 [M, k], experts int32 [M, k]."""
@@ -67,20 +95,20 @@ class MixtureOfExperts(nnx.Module):
         weights, experts = route(self.router(rows), self.config.top_k, self.config.normalize)
         return weights * self.expert_scale[...].astype(jnp.float32)[experts], experts
 
-    def _gathered(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+    def _gathered(self, rows: jax.Array, experts: jax.Array, stacked: Stacked) -> jax.Array:
         """rows [M, D], experts int32 [M, k] -> [M, k, D], by copying each pair's expert weights."""
 
         def product(x: jax.Array, weight: jax.Array) -> jax.Array:  # [M, k, in], [E, out, in] -> [M, k, out]
             return jnp.einsum("mki,mkoi->mko", x, weight[experts], precision=_precision(x))
 
+        gate, up, down = stacked
         x = jnp.broadcast_to(rows[:, None], (*experts.shape, rows.shape[-1]))
-        inner = activation(self.act)(product(x, self.gate.weight[...])) * product(x, self.up.weight[...])
-        return product(inner, self.down.weight[...])
+        return product(activation(self.act)(product(x, gate)) * product(x, up), down)
 
-    def _grouped(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+    def _grouped(self, rows: jax.Array, experts: jax.Array, stacked: Stacked) -> jax.Array:
         """The same, by sorting the pairs by expert and padding each expert's group to whole blocks: a block reads one expert."""
         m, k = experts.shape
-        e, d = self.config.experts, rows.shape[-1]
+        e, d = stacked[0].shape[0], rows.shape[-1]
         flat = experts.reshape(m * k)
         order = jnp.argsort(flat, stable=True)
         sizes = jnp.bincount(flat, length=e).astype(jnp.int32)
@@ -96,12 +124,8 @@ class MixtureOfExperts(nnx.Module):
 
         def one_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             x, expert = block
-
-            def weight(param: nnx.Param) -> jax.Array:
-                return lax.dynamic_index_in_dim(param[...], expert, axis=0, keepdims=False)
-
-            inner = activation(self.act)(project(x, weight(self.gate.weight))) * project(x, weight(self.up.weight))
-            return project(inner, weight(self.down.weight))
+            gate, up, down = (lax.dynamic_index_in_dim(one, expert, axis=0, keepdims=False) for one in stacked)
+            return project(activation(self.act)(project(x, gate)) * project(x, up), down)
 
         out = lax.map(one_block, (padded.reshape(blocks, BLOCK_ROWS, d), block_expert)).reshape(-1, d)
         return jnp.zeros((m * k, d), rows.dtype).at[order].set(out[slot], unique_indices=True).reshape(m, k, d)

@@ -14,6 +14,7 @@ from jaxspec.checkpoint.drafters.load import OpenedDrafter, open_drafter
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.errors import InputError
+from jaxspec.sharding import by_rows, rows, whole
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.features import FeatureStore
 from jaxspec.training.files import RELIABILITY
@@ -21,7 +22,7 @@ from jaxspec.training.initial import initial_drafter
 from jaxspec.training.objectives.block import BlockObjective
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
 from jaxspec.training.packing import batches
-from jaxspec.training.placement import by_rows, check_rows, make_mesh, rows, whole
+from jaxspec.training.placement import check_rows, make_mesh
 from jaxspec.training.recipe import DrafterRecipe, Recipe
 from jaxspec.training.samples import Sample
 from jaxspec.training.setup import Say, VerifierSide, compute_dtype, feature_source, load_documents, open_side

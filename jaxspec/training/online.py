@@ -13,9 +13,9 @@ from jaxspec.checkpoint.fill import default_dtype, flat_parameters, stored_dtype
 from jaxspec.checkpoint.load import abstract_decoder, load_verifier
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.config import VerifierConfig
+from jaxspec.sharding import split
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.features import packed_features
-from jaxspec.training.placement import split
 from jaxspec.training.setup import VerifierSide
 from jaxspec.verifiers.names import Path as ParameterPath
 

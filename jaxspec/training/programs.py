@@ -12,13 +12,13 @@ from jax.stages import Compiled
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.config import VerifierConfig
 from jaxspec.drafters.config import DrafterConfig
+from jaxspec.sharding import by_rows, split, spread, whole
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.memory import hand_back
 from jaxspec.training.objective_of import Plan
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts
 from jaxspec.training.optimizer import build_optimizer, muon_matrices
-from jaxspec.training.placement import by_rows, split, whole
 from jaxspec.training.recipe import OptimizerRecipe
 from jaxspec.training.step import DrafterParts, Frozen, TrainState, accept_step, train_step
 from jaxspec.verifiers.names import Path as ParameterPath
@@ -114,10 +114,11 @@ class Programs:
         return self.state(self._shapes(), abstract), self.frozen(untrained, target, leaves, abstract)
 
     def _beside_its_parameter(self, path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Where a leaf of the optimizer's state lies: moments, which have their parameter's name and shape, with it."""
+        """Where a leaf of the optimizer's state lies: moments, which have their parameter's name and shape, as it does, and split along
+        `data` too, since only the update looks at them."""
         name = getattr(path[-1], "key", None) if path else None
         if name in self._trainable and leaf.shape == self.parts.leaves()[name][0]:
-            return self._lies(name, leaf.shape)
+            return spread(self._lies(name, leaf.shape), leaf.shape)
         return whole(self.mesh)
 
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.drafters.load import HEAD_PATH
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.errors import CheckFailed, InputError
+from jaxspec.sharding import rows
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.checkpoints import Checkpoints
 from jaxspec.training.features import FeatureStore
@@ -25,7 +26,7 @@ from jaxspec.training.finish import export_best
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
 from jaxspec.training.packing import Packed, PackedBatches, batches
-from jaxspec.training.placement import check_rows, rows
+from jaxspec.training.placement import check_rows
 from jaxspec.training.programs import Programs
 from jaxspec.training.report import Progress, RunLog, draw
 from jaxspec.training.samples import Sample

@@ -14,6 +14,7 @@ from jaxspec.layers.decoder_layer import DecoderLayer
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear, project
 from jaxspec.layers.norm import RMSNorm
+from jaxspec.sharding import gathered
 
 
 class Decoder(nnx.Module):
@@ -88,7 +89,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., D] after the final norm -> float32 [..., V]."""
         weight = self.embed.weight if self.head is None else self.head.weight
-        logits = project(hidden, weight[...]).astype(jnp.float32)
+        logits = gathered(project(hidden, weight[...])).astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

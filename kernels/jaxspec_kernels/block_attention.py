@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec_kernels.devices import HEADS, ROWS, each_device
 from jaxspec_kernels.implementation import Implementation, resolve
 
 # Slots that the CPU attends to at a time: the cost then follows the longest row's length instead of the cache's capacity.
@@ -36,11 +37,37 @@ def block_attention(
     `window_from_block` the window is length - window <= j for every query instead (speculators' training mask of block
     drafters). Returns [B, T, N, H] in q's dtype.
 
-    Shapes that the kernel does not take (`block_attention_pallas.supports`) go the plain way whatever the implementation is.
+    Shapes that the kernel does not take (`block_attention_pallas.supports`) go the plain way whatever the implementation is. On several
+    devices each attends with its own rows and heads.
     """
-    chosen = resolve(implementation)
     if q.shape[2] % k.shape[1]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[1]} key heads")
+    attend = partial(
+        _on_a_device,
+        scale=scale,
+        causal=causal,
+        window=window,
+        window_from_block=window_from_block,
+        softcap=softcap,
+        chosen=resolve(implementation),
+    )
+    queries, cache = (ROWS, None, HEADS), (ROWS, HEADS)
+    return each_device(attend, (queries, cache, cache, (ROWS,)), queries, k.shape[1])(q, k, v, length)
+
+
+def _on_a_device(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    window_from_block: bool,
+    softcap: float | None,
+    chosen: Implementation,
+) -> jax.Array:
     if chosen != "xla":
         # Imported here: a process that runs no kernel needs no Pallas.
         from jaxspec_kernels import block_attention_pallas as kernel

@@ -5,13 +5,15 @@ the kernel does all layers in one launch and reads each weight once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec_kernels.devices import HEADS, ROWS, each_device
 from jaxspec_kernels.implementation import Implementation, resolve
 from jaxspec_kernels.projection import project
 
@@ -64,11 +66,37 @@ def inject_kv(
     the caches; the kernel writes them in place where they are not used afterwards.
 
     Layers that the kernel does not take (`kv_injection_pallas.supports`: biases, layers of different shapes, a rotation of less than
-    the whole width) go the plain way whatever the implementation is.
+    the whole width) go the plain way whatever the implementation is. On several devices each writes its own rows and heads.
     """
     if len(layers) != len(k) or len(layers) != len(v):
         raise ValueError(f"{len(layers)} layers need as many caches, not {len(k)} and {len(v)}")
-    chosen = resolve(implementation)
+    weights = tuple((layer.k, layer.v, layer.k_bias, layer.v_bias) for layer in layers)
+    norms = tuple(layer.k_norm for layer in layers)
+
+    def inject(
+        x: jax.Array, weights: Any, norms: Any, k: Caches, v: Caches, start: jax.Array, count: jax.Array
+    ) -> tuple[Caches, Caches]:
+        own = [
+            replace(layer, k=own_k, v=own_v, k_bias=k_bias, v_bias=v_bias, k_norm=norm)
+            for layer, (own_k, own_v, k_bias, v_bias), norm in zip(layers, weights, norms, strict=True)
+        ]
+        return _on_a_device(x, own, k, v, start, count, eps, resolve(implementation))
+
+    cache = (ROWS, HEADS)
+    axes = ((ROWS,), (HEADS,), (), cache, cache, (ROWS,), (ROWS,))
+    return each_device(inject, axes, (cache, cache), k[0].shape[1])(x, weights, norms, k, v, start, count)
+
+
+def _on_a_device(
+    x: jax.Array,
+    layers: Sequence[LayerKV],
+    k: Caches,
+    v: Caches,
+    start: jax.Array,
+    count: jax.Array,
+    eps: float,
+    chosen: Implementation,
+) -> tuple[Caches, Caches]:
     if chosen != "xla":
         # Imported here: a process that runs no kernel needs no Pallas.
         from jaxspec_kernels import kv_injection_pallas as kernel

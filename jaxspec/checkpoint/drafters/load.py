@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoint.config_json import from_json
@@ -29,6 +30,7 @@ from jaxspec.checkpoint.fill import (
     fill_parameters,
     flat_parameters,
     stored_dtype,
+    shapes_and_axes,
 )
 from jaxspec.checkpoint.load import LoadedVerifier, resolve
 from jaxspec.checkpoint.match import tie
@@ -43,6 +45,7 @@ from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.drafters.peagle import PEagle
 from jaxspec.errors import InputError
 from jaxspec.verifiers.decoder import Decoder
+from jaxspec.sharding import drafter_layout
 from jaxspec.verifiers.hf import Fields
 from jaxspec.verifiers.names import Path as ParameterPath
 from jaxspec.verifiers.names import expand
@@ -101,10 +104,12 @@ def load_drafter(
     progress: Progress | None = None,
     place: Place | None = None,
 ) -> LoadedDrafter:
+    mesh: Mesh | None = None,
     """Loads a checkpoint directory or a hub id, at `revision` if given; its format is found from its config and tensors.
 
     verifier: the model it drafts for; None only for drafters that hold an embedding and a head of their own. dtype: float32 or
-    bfloat16; None takes the verifier's. place: where a finished parameter goes, by default `jax.device_put`.
+    bfloat16; None takes the verifier's. place: where a finished parameter goes, by default `jax.device_put`. mesh: the devices of its
+    verifier, to split it over (`sharding.drafter_layout`), in place of `place`; what the verifier lends is then shared as it lies there.
 
     Raises InputError, one line, for everything that is wrong with the path, the config or the weights, and for a drafter of another
     verifier.
@@ -126,6 +131,10 @@ def load_drafter(
     graph, state = nnx.split(abstract_drafter(config, wanted))
     parameters = flat_parameters(state)
     own = {path: leaf for path, leaf in parameters.items() if path in opened.links}
+    layout = None if mesh is None else drafter_layout(mesh, config, shapes_and_axes(parameters))
+    if layout is not None:
+        config, place = layout.fitted(config), layout.place
+        graph = nnx.graphdef(abstract_drafter(config, wanted))
     filled = fill_parameters(own, opened.links, opened.source, progress, place)
     if opened.target_ids is not None:
         leaf = parameters[TARGET_IDS_PATH]
@@ -134,7 +143,10 @@ def load_drafter(
     if verifier is not None:
         lent = {EMBED_PATH: verifier_embed(verifier.module), HEAD_PATH: verifier_head(verifier.module)}
         for path in lent.keys() - opened.links.keys():
-            filled[path] = parameters[path].replace(_lent(lent[path], path, opened.target_ids, wanted))
+            array = _lent(lent[path], path, opened.target_ids, wanted)
+            if layout is not None and (layout.replicated or array is not lent[path]):
+                array = layout.place(array, path, parameters[path].get_metadata()["axes"])
+            filled[path] = parameters[path].replace(array)
     module = nnx.merge(graph, nnx.from_flat_state({path: filled[path] for path in parameters}))
     return LoadedDrafter(
         config=config,
