@@ -2,6 +2,7 @@
 #   .venv            the package, and with `make test` its development tools
 #   .venv-latest     the same under the newest Python found, with the newest JAX
 #   .venv-reference  CPU torch and the PyTorch implementations that fixtures are made with
+#   .venv-device     the package with JAX for this machine's NVIDIA GPU
 #   .venv-aot        the package with JAX's compiler for CUDA, without a GPU or NVIDIA's libraries (about 180 MB more)
 # PYTHON=/path/to/python chooses the interpreter of an environment that does not exist yet.
 
@@ -15,6 +16,8 @@ VENV ?= .venv
 LATEST ?= .venv-latest
 REFERENCE ?= .venv-reference
 AOT ?= .venv-aot
+DEVICE ?= .venv-device
+CUDA ?= cuda12
 # Where pip finds CPU builds of torch, beside the configured index. On Linux the index's own builds carry CUDA: right, but large.
 TORCH_INDEX ?=
 PROMPT ?= Write three sentences about the sea.
@@ -35,7 +38,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train aot clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train bench-device aot clean
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -50,6 +53,7 @@ help:
 	@echo "make bench        decoding speed against transformers + torch  (BENCH_FLAGS=\"--rounds 3\")"
 	@echo "make bench-cycle  what a cycle costs besides the models, and its speed against dflash + torch  (BENCH_FLAGS=\"split growth\")"
 	@echo "make bench-train  speed and memory of a training step against speculators + torch  (BENCH_FLAGS=\"--methods dflash\")"
+	@echo "make bench-device  kernels and whole cycles on this machine's GPU, in 8 minutes at most  (BENCH_FLAGS=\"--only checks kernels\")"
 	@echo "make aot          compile kernels and whole programs for GPUs that are not here  (AOT_FLAGS=\"--only kernels\")"
 	@echo "make clean        remove the environments and caches in this folder"
 
@@ -126,6 +130,16 @@ bench-cycle: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/fetch_demo.py
 	@$(REFERENCE)/bin/python tools/bench_cycle.py $(BENCH_FLAGS)
 
+# CUDA is jax's extra for the GPU's driver: cuda12 or cuda13.
+$(DEVICE)/.installed: pyproject.toml
+	@$(call environment,$(DEVICE))
+	@echo "installing jaxspec with JAX for CUDA into $(DEVICE) (a few minutes)"
+	@$(call pip,$(DEVICE)) -e ".[$(CUDA)]"
+	@touch $@
+
+bench-device: $(DEVICE)/.installed
+	@$(DEVICE)/bin/python tools/bench_device.py $(BENCH_FLAGS)
+
 aot: $(AOT)/.installed
 	@$(AOT)/bin/python tools/aot.py $(AOT_FLAGS)
 
@@ -133,5 +147,5 @@ bench-train: $(REFERENCE)/.installed
 	@HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tools/bench_train.py $(BENCH_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(LATEST) $(REFERENCE) $(AOT) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(REFERENCE) $(AOT) $(DEVICE) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

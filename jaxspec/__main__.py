@@ -12,6 +12,7 @@ _DESCRIPTIONS = {
     "train": "train a drafter for a verifier",
     "convert": "convert verifiers and drafters between formats",
     "evaluate": "measure acceptance, speed and exactness",
+    "plan": "say what memory a model needs, and the speed that the devices allow",
     "serve": "serve an OpenAI-compatible HTTP API",
 }
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "verifiers": {"verifiers", "layers", "config", "errors", "sharding"},
     "drafters": {"drafters", "verifiers", "layers", "config", "errors", "sharding"},
 }
-NO_COMMANDS = {"generate", "train", "convert", "evaluate", "serve", "__main__"}
+NO_COMMANDS = {"generate", "train", "convert", "evaluate", "plan", "serve", "__main__"}
 COMMANDS_USE = ("decoding", "training", "evaluation", "forecast")
 
 

@@ -58,7 +58,7 @@ class CanonicalSource:
 
     def __init__(self, source: Source):
         self._source = source
-        self._stored = {_canonical(name): name for name in source.tensors}
+        self._stored = {canonical(name): name for name in source.tensors}
         self.where = source.where
 
     @property
@@ -71,7 +71,8 @@ class CanonicalSource:
         return self._source.read(self._stored[name])
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
+    """A stored tensor's name as the table has it."""
     name = name.removeprefix("model.")
     for old, new in _SPELLINGS:
         if name.startswith(old):
