@@ -29,6 +29,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CACHE_VARIABLE = "JAXSPEC_CACHE"
 WHEEL_VARIABLE = "JAXSPEC_DEMO_WHEEL"
 
+DRAFTER_PREFIX = "demo-"
+DRAFTERS = Path(__file__).with_name("demo_drafters")  # a directory for each method, the four that come with jaxspec
+DEFAULT_DRAFTER = "demo-dspark"
+
 _MARKER = "jaxspec-demo.json"
 _CONVERSION = 1  # raised when a newer jaxspec writes other files from the same GGUF
 _CHUNK = 1 << 20
@@ -46,6 +50,21 @@ def cache_directory() -> Path:
 def path() -> Path:
     """Where the demo model is, or will be once `ensure` has run."""
     return cache_directory() / NAME
+
+
+def drafter(name: str | Path) -> Path | None:
+    """Where the demo model's drafter of this name is, "demo-" and a method; None for any other name, and where a directory of that name
+    stands in the working directory.
+
+    Raises InputError for a method that none is shipped of.
+    """
+    method = str(name).removeprefix(DRAFTER_PREFIX)
+    if method == str(name) or "/" in method or Path(name).exists():
+        return None
+    if not (DRAFTERS / method / "config.json").is_file():
+        shipped = ", ".join(f"{DRAFTER_PREFIX}{path.parent.name}" for path in sorted(DRAFTERS.glob("*/config.json")))
+        raise InputError(f"{name}: no such directory, and no drafter of the demo model; those are {shipped}")
+    return DRAFTERS / method
 
 
 def is_complete() -> bool:

@@ -129,7 +129,8 @@ def _speculation(args: Namespace) -> tuple[SpeculativeConfig, list[str], list[in
         except ValueError:
             raise InputError(f"--num-speculative-tokens {part!r} is no whole number; give K or K,K,...") from None
         replace(asked, num_speculative_tokens=drafts[-1])  # checks it
-    drafters = args.drafter or ([] if asked.model is None else [asked.model])
+    by_default = [demo.DEFAULT_DRAFTER] if args.model is None else []
+    drafters = args.drafter or (by_default if asked.model is None else [asked.model])
     drafters = [drafter for drafter in drafters if drafter != "none"]
     if not drafters:
         given = [f"--{name.replace('_', '-')}" for name in (*flags, "num_speculative_tokens") if getattr(args, name)]
@@ -189,8 +190,6 @@ def _load(args: Namespace, asked: SpeculativeConfig, drafters: Sequence[str], sh
     from jaxspec.evaluation.models import load_models
 
     if args.model is None:
-        from jaxspec import demo
-
         args.model = str(demo.ensure(report=show))
     show(f"loading {args.model}")
     return load_models(
@@ -199,8 +198,8 @@ def _load(args: Namespace, asked: SpeculativeConfig, drafters: Sequence[str], sh
         asked,
         args.dtype,
         lambda done, total: show(f"loading {done / total:.0%}"),
-        args.mesh,
         args.kernels,
+        args.mesh,
     )
 
 
@@ -234,8 +233,8 @@ def _settings(args: Namespace, models: "Models", prompts: Sequence[Sequence[int]
         "top_p": args.top_p,
         "top_k": args.top_k,
         "seed": args.seed,
-        "mesh": args.mesh,
         "max_batch_size": _batch_size(args),
+        "mesh": args.mesh,
     }
 
 

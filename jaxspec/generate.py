@@ -67,7 +67,11 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; without any, stdin is one")
     add("--model", metavar="DIR|HUB_ID|FILE.gguf", help="the model (default: the demo model, fetched the first time)")
-    add("--drafter", metavar="DIR|HUB_ID|none", help="the drafter (default: none, or the speculative config's model)")
+    add(
+        "--drafter",
+        metavar="DIR|HUB_ID|none",
+        help="the drafter (default: the speculative config's model, else the demo's with the demo model, else none)",
+    )
     add("--speculative-config", metavar="JSON|FILE", help="vLLM's keys; an explicit flag wins over a key")
     add("--method", choices=METHODS, help="what the drafter must be (default: what its checkpoint is)")
     add("--num-speculative-tokens", type=int, metavar="K", help="drafts a cycle (default: the checkpoint's)")
@@ -158,7 +162,8 @@ def _speculation(args: Namespace) -> SpeculativeConfig:
         "draft_sample_method": args.draft_sample_method,
         "confidence_threshold": args.confidence_threshold,
     }
-    return replace(asked, **{name: value for name, value in flags.items() if value is not None})
+    asked = replace(asked, **{name: value for name, value in flags.items() if value is not None})
+    return replace(asked, model=demo.DEFAULT_DRAFTER) if args.model is None and asked.model is None else asked
 
 
 def _sampling_params(args: Namespace) -> SamplingParams:
@@ -198,18 +203,16 @@ def _load(args: Namespace, speculation: SpeculativeConfig, show: ShowProgress) -
 
     model = args.model
     if model is None:
-        from jaxspec import demo
-
         model = str(demo.ensure(report=show))
     show(f"loading {model}")
     engine = Engine.from_pretrained(
         model,
         speculative_config=speculation,
         dtype=args.dtype,
+        mesh=args.mesh,
         max_batch_size=args.max_batch_size,
         kernels=args.kernels,
         on_load=lambda done, total: show(f"loading {model}: {done / total:.0%}"),
-        mesh=args.mesh,
         on_compile=lambda program: show(None if program is None else f"compiling {program}"),
     )
     show(None)
@@ -271,14 +274,14 @@ def _stream(
     return results
 
 
-def _gap(number: int) -> str:
-    """A blank line before every answer but the first."""
-    return "\n" if number else ""
 def _print(text: str, end: str = "\n") -> None:
     if distributed.first():
         print(text, end=end, flush=True)
 
 
+def _gap(number: int) -> str:
+    """A blank line before every answer but the first."""
+    return "\n" if number else ""
 
 
 def _write_trace(path: Path, results: "Sequence[Result]") -> None:

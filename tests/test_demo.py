@@ -13,6 +13,7 @@ import pytest
 from small_gguf import weights, write_gguf
 
 from jaxspec import demo
+from jaxspec.checkpoint.drafters.load import open_drafter
 from jaxspec.checkpoint.load import load_verifier
 from jaxspec.errors import InputError
 
@@ -158,3 +159,27 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     assert str(tmp_path / "file") in done.stderr
     assert "set JAXSPEC_CACHE" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_drafters_that_come_with_it_go_by_names():
+    """Together they are at most 40 MB, which a wheel may well hold."""
+    folders = sorted(demo.DRAFTERS.iterdir())
+    assert demo.drafter(demo.DEFAULT_DRAFTER) in folders
+    for folder in folders:
+        assert demo.drafter(f"demo-{folder.name}") == folder
+        assert open_drafter(f"demo-{folder.name}", 30).config.method == folder.name
+        assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= 40e6
+
+
+def test_any_other_name_is_a_path_or_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "demo-dspark").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert demo.drafter("demo-dspark") is None
+    assert demo.drafter("owner/demo-dflash") is None
+    assert demo.drafter(tmp_path) is None
+
+
+def test_a_drafter_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(InputError, match=r"^demo-medusa: .* those are (demo-\w+, )*demo-dspark"):
+        demo.drafter("demo-medusa")

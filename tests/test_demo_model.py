@@ -38,3 +38,16 @@ def test_greedy_tokens_equal_transformers_for_100_tokens(source, request):
         (result,) = engine.generate([prompt], params)
         assert list(result.prompt_ids) == case["prompt_ids"]
         assert list(result.token_ids) == case["token_ids"]
+
+
+@pytest.mark.parametrize("method", sorted(path.name for path in demo.DRAFTERS.iterdir()))
+def test_its_drafters_speculate_and_change_nothing(method):
+    plain = Engine.from_pretrained(str(demo.ensure()), dtype="float32")
+    drafted = Engine.from_pretrained(str(demo.ensure()), f"demo-{method}", dtype="float32")
+    prompt = {
+        "messages": [{"role": "user", "content": "Tom has 3 boxes of 12 pencils and gives 7 away. How many are left?"}]
+    }
+    params = SamplingParams(max_new_tokens=100)
+    (expected,), (result,) = (engine.generate([prompt], params) for engine in (plain, drafted))
+    assert result.token_ids == expected.token_ids
+    assert result.speculative is not None and result.speculative.acceptance_length > 1.4

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxspec import demo
 from jaxspec.checkpoint.config_json import from_json
 from jaxspec.checkpoint.drafters.checks import check_verifier
 from jaxspec.checkpoint.drafters.formats import detect_format
@@ -29,8 +30,8 @@ from jaxspec.checkpoint.fill import (
     device_put,
     fill_parameters,
     flat_parameters,
-    stored_dtype,
     shapes_and_axes,
+    stored_dtype,
 )
 from jaxspec.checkpoint.load import LoadedVerifier, resolve
 from jaxspec.checkpoint.match import tie
@@ -44,8 +45,8 @@ from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.drafters.peagle import PEagle
 from jaxspec.errors import InputError
-from jaxspec.verifiers.decoder import Decoder
 from jaxspec.sharding import drafter_layout
+from jaxspec.verifiers.decoder import Decoder
 from jaxspec.verifiers.hf import Fields
 from jaxspec.verifiers.names import Path as ParameterPath
 from jaxspec.verifiers.names import expand
@@ -103,8 +104,8 @@ def load_drafter(
     revision: str | None = None,
     progress: Progress | None = None,
     place: Place | None = None,
-) -> LoadedDrafter:
     mesh: Mesh | None = None,
+) -> LoadedDrafter:
     """Loads a checkpoint directory or a hub id, at `revision` if given; its format is found from its config and tensors.
 
     verifier: the model it drafts for; None only for drafters that hold an embedding and a head of their own. dtype: float32 or
@@ -130,11 +131,11 @@ def load_drafter(
         wanted = default_dtype(stored) if verifier is None else np.dtype(verifier.module.embed.weight[...].dtype)
     graph, state = nnx.split(abstract_drafter(config, wanted))
     parameters = flat_parameters(state)
-    own = {path: leaf for path, leaf in parameters.items() if path in opened.links}
     layout = None if mesh is None else drafter_layout(mesh, config, shapes_and_axes(parameters))
     if layout is not None:
         config, place = layout.fitted(config), layout.place
         graph = nnx.graphdef(abstract_drafter(config, wanted))
+    own = {path: leaf for path, leaf in parameters.items() if path in opened.links}
     filled = fill_parameters(own, opened.links, opened.source, progress, place)
     if opened.target_ids is not None:
         leaf = parameters[TARGET_IDS_PATH]
@@ -165,9 +166,10 @@ def open_drafter(
 ) -> OpenedDrafter:
     """Reads a checkpoint's config, finds its format, and ties its tensors to parameters without reading them.
 
-    verifier_layers: the verifier's L, needed for drafters that name no tap layers. Raises InputError for everything that is wrong.
+    path_or_id: also the name of one of the demo model's (`demo.drafter`). verifier_layers: the verifier's L, needed for drafters that
+    name no tap layers. Raises InputError for everything that is wrong.
     """
-    path = resolve(path_or_id, revision)
+    path = demo.drafter(path_or_id) or resolve(path_or_id, revision)
     if path.is_file():
         raise InputError(f"{path}: a drafter is a directory or a hub id, not a .gguf file")
     if is_orbax(path):
