@@ -98,7 +98,7 @@ def outcome(case: Case, alone: list[list[int]], write: Any) -> Outcome:
         engine = engine_of(case, write)
     several, accepted = tokens_of(engine)
     programs = engine.programs
-    leaves = nnx.to_flat_state(nnx.state(programs._models(programs._leaves)))
+    leaves = nnx.to_flat_state(programs._treedef.unflatten(programs._leaves))
     spread = {
         ".".join(map(str, path)): len({str(shard.index) for shard in leaf[...].addressable_shards})
         for path, leaf in leaves
