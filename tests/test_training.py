@@ -201,7 +201,7 @@ def one_document_a_row(made: dict[str, Any]) -> None:
     made["objective"]["down_sample_min"] = 1.0
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", [pytest.param("eagle3", marks=pytest.mark.slow), "dspark"])
 def test_accumulated_micro_batches_are_one_large_batch(tmp_path: Path, method: str):
     file = workspace(tmp_path, method, one_document_a_row)
     whole, metrics = trained(file, "data.rows=4")
@@ -300,7 +300,7 @@ def test_features_from_disk_train_like_those_made_in_the_step(tmp_path: Path):
         np.testing.assert_allclose(stored[name], value, rtol=0, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("verifier", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("verifier", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_several_devices_train_like_one(tmp_path: Path, verifier: str):
     rng = np.random.default_rng(0)
     lines = [
