@@ -1,5 +1,6 @@
 """Training on eight devices: the same step as on one, its moments split, and checkpoints that go from one mesh to another."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -20,9 +21,16 @@ STEPS = ["data.rows=4", "optimizer.lr=1e-4", "optimizer.warmup=0", "data.validat
 
 
 def even(made: dict) -> None:
-    """A vocabulary that two devices divide, as the draft vocabulary and the fixtures' verifiers have."""
+    """A vocabulary that two devices divide, as the draft vocabulary and the fixtures' verifiers have, and documents of its 96 ids."""
     made["verifier"]["model"] = str(Path(__file__).parent / "goldens" / "llama")
     made["drafter"]["mask_token"] = 1
+    (documents,) = map(Path, made["data"]["train"])
+    rng = np.random.default_rng(0)
+    lines = [
+        {"prompt_ids": rng.integers(3, 96, 5).tolist(), "token_ids": rng.integers(3, 96, 12).tolist()}
+        for _ in range(16)
+    ]
+    documents.write_text("\n".join(map(json.dumps, lines)))
 
 
 def test_moments_are_split_along_rows_too():
