@@ -153,10 +153,7 @@ class Programs:
             ) -> tuple[KVCache, DraftState | None]:
                 return prefill(*self._models(leaves), cache, draft, tokens, count)
 
-            if self.mesh is None:
-                return jax.jit(run, donate_argnums=(1, 2))
-            split = by_rows(run, self.mesh, (WHOLE, *(ROWS,) * 4))
-            return jax.jit(split, donate_argnums=(1, 2), out_shardings=self._lies((cache, draft)))
+            return self._jit(run, (1, 2), (WHOLE, *(ROWS,) * 4), ROWS, (cache, draft))
 
         arguments = (self._leaves, cache, draft, *self.place((tokens, count)))
         return self._program(("prefill", *tokens.shape, cache.capacity), build, arguments)(*arguments)
@@ -174,11 +171,8 @@ class Programs:
             ) -> tuple[DecodeState, Dispatch]:
                 return decode(*self._models(leaves), state, requests, cycles, plan)
 
-            if self.mesh is None:
-                return jax.jit(run, donate_argnums=1)
-            split = by_rows(run, self.mesh, (WHOLE, ROWS, ROWS, WHOLE), (ROWS, DISPATCH))
             # The host of every process reads what happened in every row.
-            return jax.jit(split, donate_argnums=1, out_shardings=(self._lies(state), whole(self.mesh)))
+            return self._jit(run, (1,), (WHOLE, ROWS, ROWS, WHOLE), (ROWS, DISPATCH), state, whole)
 
         batch, stop_ids = requests.stop_ids.shape
         variant = (state.counts is not None, requests.bias is not None, logprobs)
@@ -194,10 +188,7 @@ class Programs:
                 models = self._models(leaves)
                 return jax.lax.fori_loop(0, times, lambda _, state: step(*models, state, requests, self.plan), state)
 
-            if self.mesh is None:
-                return jax.jit(run, donate_argnums=1)
-            split = by_rows(run, self.mesh, (WHOLE, ROWS, ROWS, WHOLE))
-            return jax.jit(split, donate_argnums=1, out_shardings=self._lies(state))
+            return self._jit(run, (1,), (WHOLE, ROWS, ROWS, WHOLE), ROWS, state)
 
         batch, stop_ids = requests.stop_ids.shape
         arguments = (self._leaves, state, requests, np.int32(times))
@@ -210,6 +201,23 @@ class Programs:
         if graphdef != self._graphdef or treedef != self._treedef:
             raise ValueError("the new drafter must be built like the one it replaces")
         self._leaves = self._placed(leaves)
+
+    def _jit(
+        self,
+        run: Callable[..., Any],
+        donate: tuple[int, ...],
+        in_axes: tuple[Any, ...],
+        out_axes: Any,
+        state: Any,
+        *beside: Callable[[Mesh], Any],
+    ) -> jax.stages.Wrapped:
+        """`run` jitted; on a mesh by each device on its own rows, its first result lying like `state` and the others as `beside` says."""
+        mesh = self.mesh
+        if mesh is None:
+            return jax.jit(run, donate_argnums=donate)
+        lies = self._lies(state)
+        where = (lies, *(other(mesh) for other in beside)) if beside else lies
+        return jax.jit(by_rows(run, mesh, in_axes, out_axes), donate_argnums=donate, out_shardings=where)
 
     def _lies(self, state: Any) -> Any:
         """Where what has B rows in front lies, caches in it included: the same tree; None without a mesh."""
