@@ -7,11 +7,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.errors import InputError
 
-HEARTBEAT_S = 30  # a process that is silent for so long is dead, and the others end
+T = TypeVar("T")
+
+HEARTBEAT_S = 60  # a process that is silent for so long is dead, and the others end
 JOIN_S = 120  # the processes must find one another within it
 PREFIX = "--distributed"
 # How Gloo, NCCL and JAX's coordination service say that a process is gone.
@@ -64,6 +66,7 @@ def start(args: Namespace) -> None:
     import jax
 
     _keep_stdout()
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and nothing here asks it
     try:
         jax.distributed.initialize(
             **given,
@@ -95,6 +98,11 @@ def label() -> str:
     return f" (process {_process[0]} of {_process[1]})" if running() and _process is not None else ""
 
 
+def own_folder(name: str) -> str:
+    """A folder of this process's own in the folder `name`, for files that every process would call the same; alone the folder itself."""
+    return os.path.join(name, f"process-{_process[0]}") if running() and _process is not None else name
+
+
 def lost(error: BaseException) -> bool:
     """Whether this is how an exchange fails when the process at its other end is gone."""
     return running() and any(sign in str(error).lower() for sign in LOST)
@@ -116,6 +124,16 @@ def same(value: Any) -> Any:
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
+
+
+def by_first(act: Callable[[], T]) -> T | None:
+    """What `act` gives in process 0, while the others wait for it; None in those."""
+    done = act() if first() else None
+    if running():
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("jaxspec")
+    return done
 
 
 def _keep_stdout() -> None:

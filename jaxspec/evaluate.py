@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     writes = distributed.first()
     files = {flag: writable(flag, name) for flag, name in _files(args) if name is not None and writes}
     if args.profile_dir is not None:
-        files["--profile-dir"] = writable_folder("--profile-dir", args.profile_dir)
+        files["--profile-dir"] = writable_folder("--profile-dir", distributed.own_folder(args.profile_dir))
     with progress() as show:
         models = _load(args, asked, drafters, show)
         chat = models.tokenizer is not None and models.tokenizer.has_chat_template if args.chat is None else args.chat

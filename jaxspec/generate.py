@@ -41,7 +41,9 @@ def main(argv: list[str]) -> None:
     speculation = _speculation(args)
     distributed.agree(args, prompts=items)
     trace = writable("--trace", args.trace) if args.trace is not None and distributed.first() else None
-    profile = None if args.profile_dir is None else writable_folder("--profile-dir", args.profile_dir)
+    profile = None
+    if args.profile_dir is not None:
+        profile = writable_folder("--profile-dir", distributed.own_folder(args.profile_dir))
     with progress() as show:
         engine = _load(args, speculation, show)
         if engine.tokenizer is None and args.output == "text":

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxspec import distributed
 from jaxspec.cli import Parser, leave, run
 from jaxspec.errors import InputError
 
@@ -25,25 +26,20 @@ def main(argv: list[str]) -> None:
         KeyboardInterrupt: Ctrl-C, after a checkpoint has been saved.
     """
     args = _parser().parse_args(argv)
+    other = _other_than_training(args)
+    if args.fresh and other is not None:
+        raise InputError(f"--fresh removes what an earlier run left, and {other} trains nothing: leave one of them out")
+    if args.distributed and other not in (None, "--dry-run"):
+        raise InputError(f"--distributed goes with training; run {other} as one process")
+    distributed.start(args)
     for name in ("absl", "asyncio"):  # orbax tells of whatever it raises as well
         logging.getLogger(name).setLevel(logging.CRITICAL)
     from jaxspec.training.recipe import read_recipe
 
     recipe = read_recipe(Path(args.config), [*args.set, *_mesh(args.mesh)])
+    distributed.agree(args, recipe=recipe)
     if args.fresh:
-        other = next(
-            (
-                flag
-                for flag in ("write_answers", "write_features", "export", "calibrate", "dry_run")
-                if getattr(args, flag)
-            ),
-            None,
-        )
-        if other is not None:
-            raise InputError(
-                f"--fresh removes what an earlier run left, and --{other.replace('_', '-')} trains nothing: leave one of them out"
-            )
-        _remove(Path(recipe.run.output).expanduser())
+        distributed.by_first(lambda: _remove(Path(recipe.run.output).expanduser()))
     if args.write_answers:
         _write_answers(recipe)
     elif args.write_features:
@@ -62,6 +58,7 @@ def _parser() -> Parser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe: optimizer.lr=1e-3; repeatable"
     )
     add("--mesh", metavar="data=D,tensor=T,expert=E", help="over the recipe's mesh (default: all devices along data)")
+    distributed.add_flags(add)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write-answers", action="store_true", help="let the verifier answer data.questions, and stop")
     what.add_argument(
@@ -81,6 +78,12 @@ def _parser() -> Parser:
     return parser
 
 
+def _other_than_training(args: Namespace) -> str | None:
+    """The flag that asks for something else."""
+    flags = ("write_answers", "write_features", "export", "calibrate", "dry_run")
+    return next((f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag)), None)
+
+
 def _mesh(text: str | None) -> list[str]:
     """The overrides of a recipe that --mesh stands for."""
     if text is None:
@@ -91,23 +94,26 @@ def _mesh(text: str | None) -> list[str]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if distributed.first():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _train(recipe: "Recipe", args: Namespace) -> None:
     from jaxspec.training.placement import make_mesh
-    from jaxspec.training.setup import set_up
+    from jaxspec.training.setup import digest_of, set_up
     from jaxspec.training.trainer import Trainer
 
+    mesh = None if args.export else make_mesh(recipe.mesh)  # first, as it is quickly refused
     setup = set_up(recipe, _say)
-    if args.export:
+    if mesh is None:
         from jaxspec.training.finish import export_run
 
         step, drafter = export_run(setup, _say)
         _say(f"the drafter of step {step}:")
         print(drafter)
         return
-    trainer = Trainer(setup, make_mesh(recipe.mesh), _say)
+    distributed.agree(args, run=setup.identity(), documents=digest_of(setup.documents.all))
+    trainer = Trainer(setup, mesh, _say)
     if args.dry_run:
         trainer.describe()
         return
@@ -115,7 +121,8 @@ def _train(recipe: "Recipe", args: Namespace) -> None:
     if outcome.drafter is not None:
         best = "" if outcome.best is None else f", acceptance length {outcome.best:.3f} on held-out documents"
         _say(f"finished after {outcome.step} steps{best}")
-        print(outcome.drafter)
+        if distributed.first():
+            print(outcome.drafter)
 
 
 def _write_features(recipe: "Recipe") -> None:

@@ -187,6 +187,18 @@ def test_a_drafter_of_fewer_taps_reads_its_columns(tmp_path: Path):
     np.testing.assert_array_equal(part.last, whole.last)
 
 
+def test_a_process_reads_the_features_of_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    samples = random_samples(6)
+    write(samples, tmp_path)
+    packed, store = batches(samples, 2, 48, seed=5)[0], FeatureStore(tmp_path, SOURCE)
+    whole, read = store.join(packed, samples), []
+    monkeypatch.setattr(store, "read", lambda key: read.append(key) or FeatureStore.read(store, key))
+    mine = store.join(packed, samples, [1])
+    np.testing.assert_array_equal(mine.taps[1], whole.taps[1])
+    np.testing.assert_array_equal(mine.last[1], whole.last[1])
+    assert not np.asarray(mine.taps)[0].any() and len(read) == len(packed.indices[1]) > 0
+
+
 def test_features_of_something_else_are_refused(tmp_path: Path):
     samples = random_samples(3)
     write(samples, tmp_path)

@@ -581,16 +581,6 @@ def test_a_restored_iterator_goes_on_with_exactly_the_same_batches(done):
         assert all(map(same, rest, whole[done:]))
 
 
-def test_processes_share_the_rows_of_the_batches_that_one_process_would_make():
-    samples = some_samples()
-    alone = packing.batches(samples, 4, 32, epochs=2)
-    parts = [packing.batches(samples, 2, 32, epochs=2, process=process, processes=2) for process in range(2)]
-    assert len(alone) == len(parts[0]) == len(parts[1])
-    for packed, first, second in zip(alone, *parts, strict=True):
-        np.testing.assert_array_equal(packed.batch.tokens, np.concatenate([first.batch.tokens, second.batch.tokens]))
-        assert packed.indices == first.indices + second.indices
-
-
 def test_a_transform_runs_on_every_batch_and_its_errors_come_through():
     samples = some_samples(10)
     made = packing.batches(samples, 2, 32)
@@ -610,7 +600,6 @@ def test_a_transform_runs_on_every_batch_and_its_errors_come_through():
         ({"length": 29}, r"file:\d+ has 30 tokens; a row holds 1 to 29"),
         ({"rows": 0}, "rows is 0; it must be at least 1"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"process": 1}, "process is 1; it must be from 0 to 0"),
         ({"seed": -1}, "seed is -1"),
         ({"samples": []}, "there are no samples"),
     ],

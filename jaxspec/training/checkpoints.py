@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
+from jaxspec import distributed
 from jaxspec.errors import InputError
 from jaxspec.training.files import CHECKPOINTS, IDENTITY
 from jaxspec.training.step import TrainState
@@ -148,18 +149,26 @@ class Checkpoints:
         output = self._output
         file = output / IDENTITY
         text = json.dumps(identity, indent=2, sort_keys=True)
+
+        def begin() -> None:
+            if file.is_file():
+                return
+            if read_only:
+                raise InputError(f"run.output {output}: holds no run: it has no {IDENTITY}")
+            if self._folder.is_dir() and any(self._folder.iterdir()):
+                raise InputError(f"run.output {output}: holds checkpoints, but no {IDENTITY}; name another directory")
+            output.mkdir(parents=True, exist_ok=True)
+            work = file.with_suffix(".part")
+            work.write_text(text + "\n", "utf-8")
+            os.replace(work, file)
+
         try:
+            distributed.by_first(begin)
             if not file.is_file():
-                if read_only:
-                    raise InputError(f"run.output {output}: holds no run: it has no {IDENTITY}")
-                if self._folder.is_dir() and any(self._folder.iterdir()):
-                    raise InputError(
-                        f"run.output {output}: holds checkpoints, but no {IDENTITY}; name another directory"
-                    )
-                output.mkdir(parents=True, exist_ok=True)
-                work = file.with_suffix(".part")
-                work.write_text(text + "\n", "utf-8")
-                os.replace(work, file)
+                raise InputError(
+                    f"run.output {output}: process 0 has written {IDENTITY} there, and it is not here; all processes must see the same "
+                    "directory"
+                )
             found = json.loads(file.read_text("utf-8"))
         except json.JSONDecodeError as error:
             raise InputError(f"{file}: is not JSON: {error}") from error

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -167,15 +167,16 @@ class FeatureStore:
         values = np.fromfile(entry.file, self._dtype, count=count, offset=entry.offset)
         return values.reshape(entry.length, self._stored_width)
 
-    def join(self, packed: Packed, samples: Sequence[Sample]) -> Features:
-        """The features of a packed batch, in the dtype of the files; zeros where rows are padded."""
+    def join(self, packed: Packed, samples: Sequence[Sample], own: Collection[int] | None = None) -> Features:
+        """The features of a packed batch, in the dtype of the files; zeros where rows are padded. own: numbers of the rows that are wanted,
+        if not all; the others stay zeros."""
         rows, length = packed.batch.tokens.shape
         taps = np.zeros((rows, length, len(self._columns) * self._width), self._dtype)
         last = np.zeros((rows, length, self._width), self._dtype)
         whole = len(self._columns) == len(self._source.taps)
-        for row, documents in enumerate(packed.indices):
+        for row in range(rows) if own is None else own:
             at = 0
-            for index in documents:
+            for index in packed.indices[row]:
                 stored = self.read(key_of(samples[index].tokens))
                 stop = at + len(stored)
                 if whole:

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxspec import distributed
 from jaxspec.checkpoint.drafters.content import DrafterContent, Parameter, as_host
 from jaxspec.checkpoint.drafters.export import save_drafter
 from jaxspec.checkpoint.drafters.load import own_shapes
@@ -28,7 +29,8 @@ def export_best(setup: Setup, checkpoints: Checkpoints, say: Say) -> tuple[int, 
     trained = {name_of(path): setup.drafter.values[path] for path in setup.drafter.trainable}
     here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     like = {name: jax.ShapeDtypeStruct(value.shape, np.float32, sharding=here) for name, value in trained.items()}
-    for note in export_drafter(output, setup, checkpoints.restore_params(like, step), setup.recipe.run.export):
+    params = checkpoints.restore_params(like, step)  # which the processes do together
+    for note in distributed.by_first(lambda: export_drafter(output, setup, params, setup.recipe.run.export)) or ():
         say(note)
     return step, output / DRAFTER
 

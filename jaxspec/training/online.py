@@ -13,7 +13,7 @@ from jaxspec.checkpoint.fill import default_dtype, flat_parameters, stored_dtype
 from jaxspec.checkpoint.load import abstract_decoder, load_verifier
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.config import VerifierConfig
-from jaxspec.sharding import split
+from jaxspec.sharding import put, split
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.features import packed_features
 from jaxspec.training.setup import VerifierSide
@@ -55,7 +55,7 @@ def load_leaves(side: VerifierSide, dtype: jnp.dtype, mesh: Mesh) -> list[jax.Ar
     """The verifier's leaves on the devices."""
 
     def place(value: np.ndarray, path: ParameterPath, axes: tuple[str, ...]) -> jax.Array:
-        return jax.device_put(value, split(mesh, axes, value.shape, _named(path)))
+        return put(value, split(mesh, axes, value.shape, _named(path)))
 
     module = load_verifier(side.path, dtype=dtype, place=place).module
     return [leaf[...] for leaf in flat_parameters(nnx.state(module)).values()]

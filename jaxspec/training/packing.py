@@ -56,19 +56,14 @@ class PackedBatches(Sequence[Packed]):
         epochs: int,
         shuffle: bool,
         pack: bool,
-        process: int,
-        processes: int,
     ):
         self._samples = samples
         self._rows, self._length = rows, length
         self._seed, self._shuffle, self._pack = seed, shuffle, pack
-        self._process, self._processes = process, processes
         self._sizes = [len(sample.tokens) for sample in samples]
         self._epoch_rows = lru_cache(maxsize=2)(self._make_epoch_rows)
-        self.epoch_ends = list(
-            accumulate(-(-len(self._epoch_rows(epoch)) // self._all_rows) for epoch in range(epochs))
-        )
-        self.fill = sum(self._sizes) / (self.epoch_ends[0] * self._all_rows * length)
+        self.epoch_ends = list(accumulate(-(-len(self._epoch_rows(epoch)) // rows) for epoch in range(epochs)))
+        self.fill = sum(self._sizes) / (self.epoch_ends[0] * rows * length)
 
     def __len__(self) -> int:
         return self.epoch_ends[-1]
@@ -77,7 +72,7 @@ class PackedBatches(Sequence[Packed]):
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         epoch = self.epoch_of(index)
-        first = (index - (self.epoch_ends[epoch - 1] if epoch else 0)) * self._all_rows + self._process * self._rows
+        first = (index - (self.epoch_ends[epoch - 1] if epoch else 0)) * self._rows
         indices = self._epoch_rows(epoch)[first : first + self._rows]
         indices += ((),) * (self._rows - len(indices))
         return Packed(self._batch(indices), indices)
@@ -104,10 +99,6 @@ class PackedBatches(Sequence[Packed]):
         if start:
             grain.experimental.set_next_index(iterator, start)
         return iterator
-
-    @property
-    def _all_rows(self) -> int:
-        return self._rows * self._processes
 
     def _make_epoch_rows(self, epoch: int) -> tuple[Row, ...]:
         order = range(len(self._samples))
@@ -158,36 +149,27 @@ def batches(
     epochs: int = 1,
     shuffle: bool = True,
     pack: bool = True,
-    process: int = 0,
-    processes: int = 1,
 ) -> PackedBatches:
     """Batches of B = `rows` rows of T = `length` tokens.
 
     Each epoch holds every sample once. Its documents are shuffled and packed anew, unless told otherwise; none is cut. What does not fill
     the epoch's last batch still is a batch: the rest of its rows are empty (padding throughout).
 
-    With several processes each gets its own `rows` rows of every global batch of rows * processes, as many batches as the others; which
-    rows a global batch holds depends on their number only, not on how many processes share it.
-
     Args:
         samples: at least one, none longer than `length`.
-        rows: B of this process.
+        rows: B, of all processes together.
         length: T.
         seed: of the order; 0 .. 2**64 - 1.
         epochs: how often every sample comes.
         shuffle: or keep the samples' order (packing moves documents a little).
         pack: or one document a row.
-        process: this one's number.
-        processes: how many read.
 
     Raises:
         InputError: a sample that is too long, or a number out of range.
     """
-    for name, number in (("rows", rows), ("length", length), ("epochs", epochs), ("processes", processes)):
+    for name, number in (("rows", rows), ("length", length), ("epochs", epochs)):
         if number < 1:
             raise InputError(f"{name} is {number}; it must be at least 1")
-    if not 0 <= process < processes:
-        raise InputError(f"process is {process}; it must be from 0 to {processes - 1}")
     if not 0 <= seed < 2**64:
         raise InputError(f"seed is {seed}; it must be from 0 to 2**64 - 1")
     if not samples:
@@ -195,7 +177,7 @@ def batches(
     for sample in samples:
         if not 0 < len(sample.tokens) <= length:
             raise InputError(f"{sample.source} has {len(sample.tokens)} tokens; a row holds 1 to {length}")
-    return PackedBatches(samples, rows, length, seed, epochs, shuffle, pack, process, processes)
+    return PackedBatches(samples, rows, length, seed, epochs, shuffle, pack)
 
 
 def pack_rows(documents: Sequence[tuple[int, int]], length: int) -> list[Row]:

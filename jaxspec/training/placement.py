@@ -1,4 +1,4 @@
-"""The mesh of a recipe, and whether its batches fit it. What lies where on it: `jaxspec.sharding`."""
+"""The mesh of a recipe, whether its batches fit it, and a process's part of them. What lies where on it: `jaxspec.sharding`."""
 
 from dataclasses import asdict
 
@@ -18,3 +18,9 @@ def check_rows(recipe: DataRecipe, mesh: Mesh) -> None:
     """Raises InputError where a batch's rows cannot be split over the mesh."""
     if recipe.rows % mesh.shape["data"]:
         raise InputError(f"data.rows is {recipe.rows}; it must be a multiple of mesh.data, {mesh.shape['data']}")
+
+
+def own_rows(mesh: Mesh, count: int) -> list[int]:
+    """Which of `count` rows along `data` this process's devices hold."""
+    parts = sharding.rows(mesh).addressable_devices_indices_map((count,)).values()
+    return sorted({row for part in parts if part is not None for row in range(*part[0].indices(count))})

@@ -12,7 +12,7 @@ from jax.stages import Compiled
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.config import VerifierConfig
 from jaxspec.drafters.config import DrafterConfig
-from jaxspec.sharding import by_rows, split, spread, whole
+from jaxspec.sharding import by_rows, put, split, spread, whole
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.memory import hand_back
 from jaxspec.training.objective_of import Plan
@@ -72,7 +72,7 @@ class Programs:
         hand_back()
         return compiled
 
-    def state(self, values: Mapping[str, Any], place: Place = jax.device_put) -> TrainState:
+    def state(self, values: Mapping[str, Any], place: Place = put) -> TrainState:
         """The state before the first step. values: of the trained leaves by name."""
         params = {name: place(values[name], self._lies(name, values[name].shape)) for name in self._trainable}
         made = jax.eval_shape(self._transform.init, params)
@@ -84,7 +84,7 @@ class Programs:
         return TrainState(place(np.int32(0), whole(self.mesh)), params, optimizer)
 
     def frozen(
-        self, values: Mapping[str, Any], target: Target, verifier: Sequence[Any] | None, place: Place = jax.device_put
+        self, values: Mapping[str, Any], target: Target, verifier: Sequence[Any] | None, place: Place = put
     ) -> Frozen:
         """What no step changes. values: of the drafter's other leaves; target: on the host; verifier: its leaves, placed."""
         placed = Target(

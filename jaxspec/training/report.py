@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxspec import distributed
 from jaxspec.errors import InputError
 from jaxspec.training.events import EventFile
 from jaxspec.training.files import EVENTS, METRICS, PICTURE
@@ -68,7 +69,7 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """The progress line on stderr: one that is written over on a terminal, else one a call."""
+    """The progress line on stderr: one that is written over on a terminal, else one a call. Of several processes the first one shows it."""
 
     def __init__(self, steps: int, first: int, stream: TextIO | None = None):
         """steps: of the whole run; first: where this process begins."""
@@ -107,6 +108,8 @@ class Progress:
 
     def line(self, text: str, over: bool = False) -> None:
         """A line of its own, or with `over` one that the next overwrites."""
+        if not distributed.first():
+            return
         before = "\r\x1b[K" if self._shown else ""
         print(f"{before}{text}", end="" if over else "\n", file=self._stream, flush=True)
         self._shown = over

@@ -88,14 +88,15 @@ class Documents:
         """Both."""
         return [*self.train, *self.validation]
 
-    def fingerprint(self) -> str:
-        """Tells these training documents, in this order, from others."""
-        digest = hashlib.blake2b(digest_size=16)
-        for sample in self.train:
-            digest.update(np.int64(len(sample.tokens)).tobytes())
-            digest.update(sample.tokens.tobytes())
-            digest.update(sample.loss_mask.tobytes())
-        return digest.hexdigest()
+
+def digest_of(samples: Sequence[Sample]) -> str:
+    """Tells these documents, in this order, from others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(np.int64(len(sample.tokens)).tobytes())
+        digest.update(sample.tokens.tobytes())
+        digest.update(sample.loss_mask.tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

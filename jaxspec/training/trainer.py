@@ -4,8 +4,6 @@ import errno
 import json
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec import distributed
 from jaxspec.checkpoint.drafters.load import HEAD_PATH
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.errors import CheckFailed, InputError
-from jaxspec.sharding import rows
+from jaxspec.sharding import put, rows
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.checkpoints import Checkpoints
 from jaxspec.training.features import FeatureStore
@@ -26,12 +25,13 @@ from jaxspec.training.finish import export_best
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
 from jaxspec.training.packing import Packed, PackedBatches, batches
-from jaxspec.training.placement import check_rows
+from jaxspec.training.placement import check_rows, own_rows
 from jaxspec.training.programs import Programs
 from jaxspec.training.report import Progress, RunLog, draw
 from jaxspec.training.samples import Sample
-from jaxspec.training.setup import Say, Setup, describe, keep_vocabulary
+from jaxspec.training.setup import Say, Setup, describe, digest_of, keep_vocabulary
 from jaxspec.training.step import StepReport
+from jaxspec.training.stop import Stop
 from jaxspec.training.validation import Acceptance, validate
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -49,11 +49,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that was sent off and not yet looked at."""
+    """A step that was sent off and not yet looked at. `stop`: as `Stop.asked` gave it."""
 
     step: int
     report: StepReport
     packed: tuple[Packed, ...]
+    stop: jax.Array | int
 
 
 class Trainer:
@@ -65,6 +66,7 @@ class Trainer:
         self._setup, self._say, self._mesh = setup, say, mesh
         self._output = Path(recipe.run.output).expanduser()
         check_rows(recipe.data, mesh)
+        self._own_rows = own_rows(mesh, recipe.data.rows)
         source = None if recipe.data.features is None else Path(recipe.data.features).expanduser()
         self._store = None if source is None else FeatureStore(source, setup.feature_source)
         if self._store is not None:
@@ -99,9 +101,9 @@ class Trainer:
         self._state = self._programs.state(
             {name_of(path): np.array(values[path], np.float32) for path in setup.drafter.trainable}
         )
-        self._documents = setup.documents.fingerprint()
+        self._documents = digest_of(setup.documents.train)
         self._best: float | None = None
-        self._stop: int | None = None
+        self._stop = Stop(mesh)
 
     def run(self, resume: bool) -> Outcome:
         """Trains to the end, or to SIGTERM or Ctrl-C, which save a checkpoint first.
@@ -114,7 +116,7 @@ class Trainer:
         """
         recipe = self._setup.recipe.run
         checkpoints = Checkpoints(self._output, self._setup.identity(), recipe.keep, recipe.keep_best)
-        keep_vocabulary(self._output, self._setup.target_ids)
+        distributed.by_first(lambda: keep_vocabulary(self._output, self._setup.target_ids))
         self._say(describe(self._setup))
         data: dict[str, Any] | None = None
         if resume and checkpoints.latest is not None:
@@ -129,7 +131,7 @@ class Trainer:
                 "removes them"
             )
         try:
-            with self._signals():
+            with self._stop.on_signals():
                 finished = self._loop(checkpoints, data)
             step = int(self._state.step)
             drafter = self._finish(checkpoints) if finished else None
@@ -140,7 +142,7 @@ class Trainer:
             stands = "there is no checkpoint yet" if last is None else f"the checkpoint of step {last} stands"
             raise InputError(f"run.output {self._output}: cannot be written: {error.strerror}; {stands}") from error
         checkpoints.close()
-        if self._stop == signal.SIGINT:
+        if self._stop.agreed == signal.SIGINT:
             raise KeyboardInterrupt
         return Outcome(step, finished, self._best, drafter)
 
@@ -156,7 +158,7 @@ class Trainer:
         """Steps until the last one or a signal; whether it was the last one."""
         recipe = self._setup.recipe.run
         first = int(self._state.step)
-        log = RunLog(self._output, first)
+        log = RunLog(self._output, first) if distributed.first() else None
         progress = Progress(self.steps, first)
         stream = self._batches.iterator(self._joined)
         if data is not None:
@@ -172,8 +174,8 @@ class Trainer:
                     self._programs.compile_step(self._state, self._frozen, *stacked)
                 self._state, report = self._programs.step(self._state, self._frozen, *stacked)
                 self._look(pending, since, log, progress)
-                pending = _Pending(step, report, tuple(packed for packed, _ in parts))
-                last = step == self.steps or self._stop is not None
+                pending = _Pending(step, report, tuple(packed for packed, _ in parts), self._stop.asked())
+                last = step == self.steps or bool(self._stop.agreed)
                 validates = bool(self._setup.documents.validation) and _due(step, recipe.validate_every, self.steps)
                 if last or validates or _due(step, recipe.checkpoint_every, self.steps):
                     self._look(pending, since, log, progress)
@@ -187,17 +189,19 @@ class Trainer:
                     break
         finally:
             progress.close()
-            log.close()
-        if self._stop is not None and saved < self.steps:
+            if log is not None:
+                log.close()
+        if self._stop.agreed and saved < self.steps:
             self._say(f"stopped at step {saved}, which is saved; --resume goes on from there")
             return False
         return True
 
-    def _look(self, pending: _Pending | None, since: "_Since", log: RunLog, progress: Progress) -> None:
+    def _look(self, pending: _Pending | None, since: "_Since", log: RunLog | None, progress: Progress) -> None:
         """Waits for a step and reports it."""
         if pending is None:
             return
-        report = jax.device_get(pending.report)
+        report, stop = jax.device_get((pending.report, pending.stop))
+        self._stop.agreed = max(self._stop.agreed, int(stop))
         step, loss = pending.step, float(report.loss)
         if not np.isfinite(loss) or not np.isfinite(report.gradient_norm):
             sources = sorted(
@@ -220,15 +224,17 @@ class Trainer:
                 "tokens_per_s": mean.tokens_per_s,
                 "epoch": self._batches.epoch_of(step * self._accumulation - 1),
             }
-            log.write("train", step, figures)
+            if log is not None:
+                log.write("train", step, figures)
             progress.show(step, mean.loss, mean.acceptance_length, mean.tokens_per_s)
 
-    def _validated(self, step: int, log: RunLog, progress: Progress) -> float:
+    def _validated(self, step: int, log: RunLog | None, progress: Progress) -> float:
         """Walks the held-out documents; their acceptance length."""
         found = self.validation()
-        log.write(
-            "validation", step, {"acceptance_length": found.length, "acceptance_per_position": found.per_position}
-        )
+        if log is not None:
+            log.write(
+                "validation", step, {"acceptance_length": found.length, "acceptance_per_position": found.per_position}
+            )
         rates = " ".join(f"{rate:.2f}" for rate in found.per_position)
         progress.line(f"step {step}: acceptance length {found.length:.3f} on held-out documents; per position {rates}")
         self._best = found.length if self._best is None else max(self._best, found.length)
@@ -241,11 +247,11 @@ class Trainer:
         held_out = batches(documents, recipe.data.rows, recipe.data.length, shuffle=False, pack=recipe.data.pack)
         total = Acceptance(0, np.zeros(plan.drafts, np.int64))
         for packed in held_out:
-            features = None if self._store is None else self._store.join(packed, documents)
-            batch, joined = jax.device_put((packed.batch, features), rows(self._mesh))
+            features = None if self._store is None else self._store.join(packed, documents, self._own_rows)
+            batch, joined = put((packed.batch, features), rows(self._mesh))
 
             def accepts(anchors: np.ndarray, batch: Batch = batch, joined: Features | None = joined) -> np.ndarray:
-                placed = jax.device_put(anchors, rows(self._mesh))
+                placed = put(anchors, rows(self._mesh))
                 return np.asarray(self._programs.accepts(self._state.params, self._frozen, batch, joined, placed))
 
             total += validate(packed.batch, accepts, plan.drafts, plan.walked)
@@ -254,9 +260,13 @@ class Trainer:
     def _finish(self, checkpoints: Checkpoints) -> Path:
         """The best checkpoint as a drafter, the picture, the summary."""
         step, drafter = export_best(self._setup, checkpoints, self._say)
-        draw(self._output)
         summary = {"steps": self.steps, "exported_step": step, "best_acceptance_length": self._best}
-        (self._output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+
+        def write() -> None:
+            draw(self._output)
+            (self._output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+
+        distributed.by_first(write)
         return drafter
 
     def _packed(self) -> PackedBatches:
@@ -283,7 +293,9 @@ class Trainer:
 
     def _joined(self, packed: Packed) -> tuple[Packed, Features | None]:
         """In the reading thread: the batch with its features from disk."""
-        return packed, None if self._store is None else self._store.join(packed, self._setup.documents.train)
+        return packed, None if self._store is None else self._store.join(
+            packed, self._setup.documents.train, self._own_rows
+        )
 
     def _stacked(self, parts: list[tuple[Packed, Features | None]]) -> tuple[Batch, Features | None]:
         """Micro-batches on the device, [A, B, ...]."""
@@ -293,7 +305,7 @@ class Trainer:
 
         batch = jax.tree.map(stack, *(packed.batch for packed, _ in parts))
         features = None if parts[0][1] is None else jax.tree.map(stack, *(joined for _, joined in parts))
-        return jax.device_put((batch, features), rows(self._mesh, 1))
+        return put((batch, features), rows(self._mesh, 1))
 
     def _untrained(self, target: Target) -> dict[str, Any]:
         """The drafter's leaves that are not trained, in the dtype of the step; its head is `target`'s where it is the verifier's."""
@@ -309,23 +321,6 @@ class Trainer:
     def _source(self, index: int) -> str:
         sample: Sample = self._setup.documents.train[index]
         return sample.source
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the loop after the step under way; a second Ctrl-C ends it at once."""
-
-        def stop(number: int, frame: object) -> None:
-            del frame
-            if self._stop == signal.SIGINT == number:
-                raise KeyboardInterrupt
-            self._stop = number
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
