@@ -28,6 +28,11 @@ def parser() -> Parser:
         help="the drafter's verifier: lends embedding and head where the format wants them, shows where they are its own, "
         "and names itself in the config",
     )
+    made.add_argument(
+        "--mesh",
+        metavar="data=D,tensor=T,expert=E",
+        help="devices that hold a verifier's weights in between, split over them (default: host memory)",
+    )
     made.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all weights (default: as stored)")
     made.add_argument(
         "--drop",
@@ -51,7 +56,13 @@ def _convert(argv: list[str]) -> None:
     with progress() as show:
         show(f"converting {arguments.src}")
         report = convert(
-            arguments.src, arguments.dst, arguments.to, verifier=arguments.verifier, dtype=arguments.dtype, drop=drop
+            arguments.src,
+            arguments.dst,
+            arguments.to,
+            verifier=arguments.verifier,
+            dtype=arguments.dtype,
+            drop=drop,
+            mesh=arguments.mesh,
         )
     print("\n".join(report.lines()))
 

@@ -99,11 +99,14 @@ class WholeSequence:
         return tokens[len(prompt) :]
 
 
-def write_model(directory: Path, chat: bool = True, tokenizer: bool = True, max_positions: int = 1024) -> Path:
-    """A model directory as transformers would write it."""
-    config = hf_config(max_positions=max_positions)
+def write_model(
+    directory: Path, chat: bool = True, tokenizer: bool = True, max_positions: int = 1024, **sizes: int
+) -> Path:
+    """A model directory as transformers would write it; `sizes` go over those of `hf_config`."""
+    config = hf_config(max_positions=max_positions) | sizes
     rng = np.random.default_rng(0)
-    width, inner, kv = config["hidden_size"], config["intermediate_size"], 16
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
 
     def matrix(*shape: int) -> np.ndarray:
         return (0.2 * rng.standard_normal(shape)).astype(np.float32)
@@ -116,10 +119,10 @@ def write_model(directory: Path, chat: bool = True, tokenizer: bool = True, max_
         for name, shape in (
             ("input_layernorm", None),
             ("post_attention_layernorm", None),
-            ("self_attn.q_proj", (width, width)),
+            ("self_attn.q_proj", (heads, width)),
             ("self_attn.k_proj", (kv, width)),
             ("self_attn.v_proj", (kv, width)),
-            ("self_attn.o_proj", (width, width)),
+            ("self_attn.o_proj", (width, heads)),
             ("mlp.gate_proj", (inner, width)),
             ("mlp.up_proj", (inner, width)),
             ("mlp.down_proj", (width, inner)),

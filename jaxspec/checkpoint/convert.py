@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.drafters.content import Lender, lender, read_content
 from jaxspec.checkpoint.drafters.export import save_drafter
@@ -14,14 +16,15 @@ from jaxspec.checkpoint.drafters.formats import FORMATS, find_format
 from jaxspec.checkpoint.drafters.load import ORBAX, OpenedDrafter, open_drafter
 from jaxspec.checkpoint.drafters.table import CanonicalSource
 from jaxspec.checkpoint.export import write_directory, write_orbax_directory
-from jaxspec.checkpoint.fill import checked_dtype
-from jaxspec.checkpoint.load import OpenedVerifier, load_verifier, open_verifier, resolve
-from jaxspec.checkpoint.orbax import OrbaxSource, is_orbax, kind_of
+from jaxspec.checkpoint.fill import Place, checked_dtype, flat_parameters, shapes_and_axes
+from jaxspec.checkpoint.load import OpenedVerifier, abstract_decoder, load_verifier, open_verifier, resolve
+from jaxspec.checkpoint.orbax import OrbaxSource, is_orbax, kind_of, name_of
 from jaxspec.checkpoint.safetensors import DTYPES, SafetensorsSource, read_json
 from jaxspec.checkpoint.source import StoredTensor
 from jaxspec.checkpoint.write import new_directory
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.errors import InputError
+from jaxspec.sharding import mesh_of, put, split, verifier_layout
 from jaxspec.verifiers.families import drafter_kind
 from jaxspec.verifiers.hf import Fields
 
@@ -69,20 +72,25 @@ def convert(
     verifier: str | Path | None = None,
     dtype: str | None = None,
     drop: Sequence[str] = (),
+    mesh: str | Mesh | None = None,
 ) -> Report:
     """Converts the drafter or verifier `src` to the new directory `dst`; arguments as on the command line.
 
-    dtype None keeps every tensor's own dtype; a verifier of several is written in the widest. Raises InputError, one line, for
-    everything that is wrong with the arguments or the checkpoint, and for what the format cannot hold.
+    dtype None keeps every tensor's own dtype; a verifier of several is written in the widest. mesh: the devices that a verifier's weights
+    lie on in between, as "tensor=8"; None: host memory. Raises InputError, one line, for everything that is wrong with the arguments or
+    the checkpoint, and for what the format cannot hold.
     """
     source, target = resolve(src), Path(dst).expanduser()
     _check_target(source, target)
     wanted = None if dtype is None else checked_dtype(dtype)
+    devices = mesh_of(mesh)
     if source.is_file() or not _is_drafter(source):
         for flag, given in (("--drop", drop), ("--verifier", verifier)):
             if given:
                 raise InputError(f"{flag}: {source} is a verifier; {flag} goes with a drafter")
-        return _convert_verifier(source, target, to, wanted)
+        return _convert_verifier(source, target, to, wanted, devices)
+    if mesh is not None:
+        raise InputError(f"--mesh: {source} is a drafter, which host memory holds; --mesh goes with a verifier")
     lending = None if verifier is None else _lender(verifier)
     return _convert_drafter(source, target, to, wanted, drop, lending)
 
@@ -98,14 +106,11 @@ def _convert_drafter(
     return Report(_drafter_side(opened), _drafter_side(written), notes)
 
 
-def _convert_verifier(source: Path, target: Path, to: str, dtype: np.dtype | None) -> Report:
+def _convert_verifier(source: Path, target: Path, to: str, dtype: np.dtype | None, mesh: Mesh | None) -> Report:
     if to not in _VERIFIER_TARGETS:
         raise InputError(f"--to {to}: {source} is a verifier; {' and '.join(_VERIFIER_TARGETS)} hold verifiers")
     opened = open_verifier(source)
-    host = jax.local_devices(backend="cpu")[0]
-    loaded = load_verifier(
-        source, dtype=dtype or _widest(opened), place=lambda value, path, axes: jax.device_put(value, host)
-    )
+    loaded = load_verifier(source, dtype=dtype or _widest(opened), place=_place(opened, mesh))
     with new_directory(target) as work:
         if to == ORBAX:
             write_orbax_directory(work, loaded)
@@ -117,6 +122,19 @@ def _convert_verifier(source: Path, target: Path, to: str, dtype: np.dtype | Non
             write_tokenizer(loaded.tokenizer_source, work)
     notes = (f"left out {loaded.left_out}",) if loaded.left_out else ()
     return Report(_verifier_side(opened), _verifier_side(open_verifier(target)), notes)
+
+
+def _place(opened: OpenedVerifier, mesh: Mesh | None) -> Place:
+    """Where parameters lie on the way: in host memory, or on the devices of a mesh, each as it is stored: key/value heads of which there
+    are too few to split are not repeated, as they are for decoding. Raises InputError where one cannot be split."""
+    if mesh is None:
+        host = jax.local_devices(backend="cpu")[0]
+        return lambda value, path, axes: jax.device_put(value, host)
+    parameters = flat_parameters(nnx.state(abstract_decoder(opened.config, np.float32)))
+    verifier_layout(
+        mesh, opened.config, shapes_and_axes(parameters)
+    )  # names what does not divide, before anything is read
+    return lambda value, path, axes: put(value, split(mesh, axes, value.shape, name_of(path)))
 
 
 def _check_target(source: Path, target: Path) -> None:
