@@ -25,7 +25,6 @@ Kind = Literal["verifier", "drafter"]
 _MANIFEST = "jaxspec.json"
 _ARRAYS = "arrays"
 _VERSION = 1
-_HOST_GB = 4  # on their way from the devices to the files at a time
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | MAP_DTYPES).items()}
 
 
@@ -44,10 +43,7 @@ def write_orbax(
 ) -> None:
     """Writes parameters, in their dtypes, and manifest into an existing directory."""
     tree = {name_of(path): value for path, value in arrays.items()}
-    handler = ocp.PyTreeCheckpointHandler(
-        save_device_host_concurrent_gb=_HOST_GB, is_prioritized_key_fn=lambda path: False
-    )
-    with ocp.Checkpointer(handler) as checkpointer:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((directory / _ARRAYS).absolute(), args=ocp.args.PyTreeSave(tree))
     write_json(directory / _MANIFEST, {"version": _VERSION, "kind": kind, **manifest})
 
