@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from mesh_run import Case, Outcome, run_cases
 from tiny import tiny_config
+from tiny_training import workspace
 
-from jaxspec import evaluate, generate
+from jaxspec import evaluate, generate, plan, train
 from jaxspec.cli import run
 from jaxspec.errors import InputError
 from jaxspec.sharding import AXES, Layout, make_mesh, mesh_of, misfit, parse_mesh
@@ -65,14 +66,28 @@ def test_a_mesh_is_read_by_its_axes():
         ("data=64,tensor=2", "mesh: data 64 x tensor 2 are 128 devices; there are 1"),
     ],
 )
-@pytest.mark.parametrize("command", [generate, evaluate])
+@pytest.mark.parametrize("command", [generate, evaluate, train, plan])
 def test_a_mesh_that_cannot_be_is_one_line(command, text, said, tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_ids": [1]}\n')
-    argv = ["--model", "tests/goldens/llama", "--prompt-file", str(prompts), "--mesh", text]
-    assert run(command.NAME, command.main, argv) == 2
+    if command is plan and "devices" in said:  # which need not be here
+        said = "--batch 1 is no multiple of the 64 devices along data"
+    argv = ["--model", "tests/goldens/llama"]
+    if command is train:
+        argv = ["--config", str(workspace(tmp_path, "dflash"))]
+    elif command is not plan:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt_ids": [1]}\n')
+        argv += ["--prompt-file", str(prompts)]
+    assert run(command.NAME, command.main, [*argv, "--mesh", text]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_several_processes_use_all_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
+    for sizes, asked in (({"tensor": 2}, "tensor 2 are 2"), ({"data": 2, "tensor": 4}, "data 2 x tensor 4 are 8")):
+        with pytest.raises(InputError, match=f"mesh: {asked} devices; there are 4 in 2 processes"):
+            make_mesh(sizes)
 
 
 def test_one_device_needs_no_mesh():
