@@ -49,12 +49,21 @@ def plan_json(capsys, *argv: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture(scope="module")
-def small() -> VerifierConfig:
+def demo_like(heads: int = 9, kv_heads: int = 3) -> VerifierConfig:
     """The demo model, three layers of it: weights that outweigh temporaries, as they do in models that matter."""
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
     layers = {"num_hidden_layers": 3, "head_dim": 64}
     return parse_config({**hf_config(vocab_size=49_152, max_positions=8192), **sizes, **layers}, "small")[0]
+
+
+@pytest.fixture(scope="module")
+def small() -> VerifierConfig:
+    return demo_like()
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +106,23 @@ def test_memory_agrees_with_the_compiled_programs(small):
     assert predicted.total - predicted.temporaries == pytest.approx(held, rel=0.001)
     assert predicted.total == pytest.approx(held + temporary, rel=0.1)
     assert parts(setup, batch, capacity, temporary).total == pytest.approx(held + temporary, rel=0.001)
+
+
+def test_a_drafter_that_lies_whole_has_copies_of_what_it_borrows():
+    flash = tiny_drafters.block("dflash", vocab_size=260, draft_vocab_size=260)
+    odd = replace(flash, layers=tuple(replace(layer, mlp_width=45) for layer in flash.layers))
+    split = setup_of(tiny_config(vocab_size=260), flash, tensor=2)
+    with pytest.warns(UserWarning, match="the drafter lies whole on every device"):
+        whole = setup_of(tiny_config(vocab_size=260), odd, tensor=2)
+    assert not split.drafter_replicated and whole.drafter_replicated
+    borrowed = {("vocabulary", name, "weight"): 260 * 32 * 4 for name in ("embed", "head")}
+    found = {weight.path: weight.nbytes for weight in whole.drafter_weights}
+    assert found.items() >= borrowed.items()
+    assert not {weight.path for weight in split.drafter_weights} & borrowed.keys()
+    head = 260 * 32 * 4  # what each device reads of it, half of it where it is the verifier's
+    layers = sum(size for path, size in found.items() if path[0] in ("layers", "norm"))
+    sight = 2 * 2 * 8 * 4 * len(odd.layers) * 6
+    assert draft(whole, 1, 0)[1].nbytes == layers + head + sight
 
 
 def test_a_published_pair_has_its_published_size(capsys):

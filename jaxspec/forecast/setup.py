@@ -120,8 +120,11 @@ class Setup:
             yield Weight(path, tuple(axes), size, size * leaf.dtype.itemsize)
 
     def _lent(self, weight: Weight) -> bool:
-        """Whether a parameter of the drafter is the verifier's own array. Rows of a reduced head are a copy."""
+        """Whether a parameter of the drafter is the verifier's own array. Rows of a reduced head are a copy, and so is everything of a
+        drafter that lies whole beside a verifier that is split."""
         assert self.drafter is not None
+        if self.drafter_replicated:
+            return False
         if weight.path == ("vocabulary", "embed", "weight"):
             return not self.drafter.own_embed
         return weight.path == ("vocabulary", "head", "weight") and not (
