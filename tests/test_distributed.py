@@ -21,7 +21,7 @@ from test_training_mesh import CLOSE, even
 from tiny import write_model
 from tiny_training import workspace
 
-from jaxspec import distributed, generate
+from jaxspec import distributed, generate, train
 from jaxspec.cli import run
 from jaxspec.errors import InputError
 
@@ -286,6 +286,15 @@ def test_bad_flags_are_one_line(flags, said, capsys):
     assert out == "" and said in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--write-answers", "--write-features", "--export", "--calibrate=drafter"])
+def test_what_trains_nothing_runs_as_one_process(flag, tmp_path, capsys):
+    file = workspace(tmp_path, "dspark")
+    assert run(train.NAME, train.main, ["--config", str(file), "--distributed", flag]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"--distributed goes with training; run {flag.partition('=')[0]} as one process" in err
+
+
 def test_a_variable_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     with pytest.raises(InputError, match="JAX_NUM_PROCESSES is 'two'"):
@@ -297,3 +306,8 @@ def test_alone_a_process_is_the_first_and_agrees_with_itself():
     distributed.agree(Namespace(a=1))
     assert distributed.same(7) == 7 and distributed.by_first(lambda: 8) == 8
     assert distributed.own_folder("traces") == "traces"
+
+
+def test_one_of_several_has_a_folder_of_its_own(monkeypatch):
+    monkeypatch.setattr(distributed, "_process", (1, 2))
+    assert distributed.own_folder("traces") == "traces/process-1"
