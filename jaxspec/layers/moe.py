@@ -118,17 +118,20 @@ class MixtureOfExperts(nnx.Module):
         rank = jnp.arange(m * k, dtype=jnp.int32) - first_pair[flat[order]]  # place of a sorted pair in its group
         slot = first_block[flat[order]] * BLOCK_ROWS + rank
         blocks = -(-m * k // BLOCK_ROWS) + e  # no routing fills more
-        padded = jnp.zeros((blocks * BLOCK_ROWS, d), rows.dtype).at[slot].set(rows[order // k], unique_indices=True)
+        # Indices are scattered and rows gathered: with rows scattered into zeros, XLA makes every layer's zeros ahead of the first layer.
+        source = jnp.zeros(blocks * BLOCK_ROWS, jnp.int32).at[slot].set(order // k, unique_indices=True)
+        place = jnp.zeros(m * k, jnp.int32).at[order].set(slot, unique_indices=True)
         block_expert = jnp.searchsorted(jnp.cumsum(block_count), jnp.arange(blocks), side="right")
-        block_expert = jnp.minimum(block_expert, e - 1)  # blocks past the last group hold zeros
+        block_expert = jnp.minimum(block_expert, e - 1)  # blocks past the last group hold rows that nobody asks for
 
-        def one_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-            x, expert = block
-            gate, up, down = (lax.dynamic_index_in_dim(one, expert, axis=0, keepdims=False) for one in stacked)
-            return project(activation(self.act)(project(x, gate)) * project(x, up), down)
+        def one_block(i: jax.Array, padded: jax.Array) -> jax.Array:
+            x = lax.dynamic_index_in_dim(padded, i, keepdims=False)
+            gate, up, down = (lax.dynamic_index_in_dim(one, block_expert[i], keepdims=False) for one in stacked)
+            out = project(activation(self.act)(project(x, gate)) * project(x, up), down)
+            return lax.dynamic_update_index_in_dim(padded, out, i, axis=0)
 
-        out = lax.map(one_block, (padded.reshape(blocks, BLOCK_ROWS, d), block_expert)).reshape(-1, d)
-        return jnp.zeros((m * k, d), rows.dtype).at[order].set(out[slot], unique_indices=True).reshape(m, k, d)
+        out = lax.fori_loop(0, blocks, one_block, rows[source].reshape(blocks, BLOCK_ROWS, d))
+        return out.reshape(-1, d)[place].reshape(m, k, d)
 
 
 class ExpertWeight(nnx.Module):
