@@ -80,7 +80,7 @@ def _parser() -> Parser:
         metavar="X",
         help="share of the floor's speed to expect (default: %(default)s)",
     )
-    add("--compile", action="store_true", help="take temporaries from compiled programs: one device; minutes")
+    add("--compile", action="store_true", help="take temporaries from compiled programs: minutes")
     add("--output", choices=["text", "json"], default="text", help="default: %(default)s")
     return parser
 
@@ -135,21 +135,21 @@ def _compiled(args: Namespace, setup: "Setup", show: ShowProgress) -> "tuple[Map
     from jaxspec.forecast.memory import compiled_memory
     from jaxspec.forecast.programs import lower_here
     from jaxspec.forecast.target import Target, missing
+    from jaxspec.sharding import make_mesh
 
-    if setup.devices > 1:
-        raise InputError("--compile works for one device; leave --mesh out, or leave out --compile")
-    lower = lower_here
     if args.device == "cpu":
         if jax.default_backend() != "cpu":
             raise InputError("--compile for the CPU needs JAX_PLATFORMS=cpu")
+        lower, mesh = lower_here, make_mesh(setup.sizes)
     else:
         reason = missing()
         if reason is not None:
             raise InputError(f"--compile: {reason}")
-        lower = Target.load(args.device).lower
+        target = Target.load(args.device, setup.sizes)
+        lower, mesh = target.lower, target.mesh
     show("compiling")
     capacity = setup.programs.capacity(args.context)
-    return compiled_memory(setup, args.batch, capacity, lower), f"compiled by JAX {jax.__version__}"
+    return compiled_memory(setup, args.batch, capacity, lower, mesh), f"compiled by JAX {jax.__version__}"
 
 
 if __name__ == "__main__":

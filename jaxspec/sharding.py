@@ -220,12 +220,14 @@ class Layout:
 
     def place(self, value: Any, path: Sequence[Any], axes: Sequence[str]) -> jax.Array:
         """The `checkpoint.fill.Place` of this layout: a parameter as stored -> the parameter of the model as it runs."""
-        if self.replicated:
-            return put(value, whole(self.mesh))
         for dimension, axis in enumerate(axes):
-            if axis == "kv_heads" and (times := self._times(value.shape[dimension])) > 1:
+            if axis == "kv_heads" and not self.replicated and (times := self._times(value.shape[dimension])) > 1:
                 value = np.repeat(value, times, axis=dimension)
-        return put(value, split(self.mesh, axes, value.shape, ".".join(map(str, path))))
+        return put(value, self.where(value.shape, path, axes))
+
+    def where(self, shape: Sequence[int], path: Sequence[Any], axes: Sequence[str]) -> NamedSharding:
+        """Where a parameter of the model as it runs lies."""
+        return whole(self.mesh) if self.replicated else split(self.mesh, axes, shape, ".".join(map(str, path)))
 
 
 def verifier_layout(mesh: Mesh, config: Layered, parameters: ShapesAndAxes) -> Layout:

@@ -1,6 +1,9 @@
 """`python -m jaxspec.plan`: memory against compiled programs and published sizes, floors against sums by hand, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import tiny_drafters
 from jitted import quick_programs
+from mesh_run import DEVICES, ROOT
 from tiny import hf_config, tiny_config, write_model
 
 from jaxspec.cli import BAD_INPUT, run
@@ -106,6 +110,51 @@ def test_memory_agrees_with_the_compiled_programs(small):
     assert predicted.total - predicted.temporaries == pytest.approx(held, rel=0.001)
     assert predicted.total == pytest.approx(held + temporary, rel=0.1)
     assert parts(setup, batch, capacity, temporary).total == pytest.approx(held + temporary, rel=0.001)
+
+
+# Two devices: a pair that is split, and one whose drafter lies whole and borrows embedding and head.
+ON_TWO = """
+import json, sys
+from dataclasses import replace
+sys.path.insert(0, "tests")
+import tiny_drafters
+from jitted import quick_programs
+from test_plan import demo_like, drafter_for, setup_of
+from tiny import tiny_config
+from jaxspec.forecast.memory import compiled_memory, parts
+from jaxspec.forecast.programs import lower_here
+from jaxspec.sharding import make_mesh
+
+split = demo_like(heads=8, kv_heads=4)
+whole = tiny_drafters.block("dflash", vocab_size=260, draft_vocab_size=260)
+whole = replace(whole, layers=tuple(replace(layer, mlp_width=45) for layer in whole.layers))
+found = []
+with quick_programs():
+    for pair, tokens in (((split, drafter_for(split)), 3000), ((tiny_config(vocab_size=260), whole), 300)):
+        setup = setup_of(*pair, tensor=2)
+        capacity = setup.programs.capacity(tokens)
+        planned = parts(setup, 2, capacity)
+        compiled = compiled_memory(setup, 2, capacity, lower_here, make_mesh(setup.sizes))
+        found.append({
+            "whole": setup.drafter_replicated,
+            "planned": [planned.total - planned.temporaries, planned.total],
+            "held": compiled["decode"].arguments,
+            "temporary": max(one.temporary for one in compiled.values()),
+        })
+print(json.dumps(found))
+"""
+
+
+def test_memory_on_two_devices_agrees_with_the_compiled_programs():
+    environment = {**os.environ, **DEVICES, "PYTHONPATH": os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])}
+    command = [sys.executable, "-c", ON_TWO]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    split, whole = json.loads(done.stdout)
+    assert not split["whole"] and whole["whole"]
+    for one in (split, whole):
+        assert one["planned"][0] == pytest.approx(one["held"], rel=0.001 if one is split else 0.01)
+    assert split["planned"][1] == pytest.approx(split["held"] + split["temporary"], rel=0.1)
 
 
 def test_a_drafter_that_lies_whole_has_copies_of_what_it_borrows():
@@ -207,6 +256,12 @@ def test_experts_that_few_tokens_reach_are_read_in_part():
     assert eight - one == pytest.approx(128 * expert * (1 - (1 - 8 / 128) ** 8) - 8 * expert, rel=1e-3)
 
 
+def test_pretended_devices_exchange_too(capsys):
+    model = ["--model", str(ROOT / "tests" / "goldens" / "llama"), "--context", "90"]
+    found = plan_json(capsys, *model, "--device", "cpu", "--mesh", "tensor=2")
+    assert found["collectives"]["all-reduce"]["bytes"] > 0 and found["floor"]["cycle_ms"] > 0
+
+
 def test_the_largest_batch_and_context_fit_and_more_does_not(small):
     setup = setup_of(small, drafter_for(small))
     device = replace(A100, memory=A100.reserved + 2**29)
@@ -275,7 +330,10 @@ def test_text_says_what_json_says(capsys):
         (["--share-of-floor", "0"], "--share-of-floor is 0.0; it must be above 0 and at most 1"),
         (["--drafter", "none", "--acceptance-length", "2"], "--acceptance-length needs --drafter, and there is none"),
         (["--drafter", str(DATA / "qwen3_8b.json")], "a drafter's config doesn't say everything"),
-        (["--mesh", "data=2", "--batch", "2", "--compile"], "--compile works for one device"),
+        (
+            ["--device", "cpu", "--mesh", "data=2", "--batch", "2", "--compile"],
+            "mesh: data 2 are 2 devices; there are 1",
+        ),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )

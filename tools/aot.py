@@ -1,7 +1,7 @@
 """Compile the kernels and the published pairs' whole programs for GPUs that are not here, and print what each asks of the device.
 
     make aot
-    python tools/aot.py --target a100-80gb --only kernels
+    python tools/aot.py --target a100-80gb --tensor 2 --only kernels
 
 Needs the wheels jax-cuda12-plugin and jax-cuda12-pjrt, without their dependencies; no GPU and no NVIDIA library. It proves that programs
 compile and fit, not that their numbers are right, nor their speed. Exit status: 0 everything compiled; 1 something did not; 2 bad flags
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the plugin compiles, the CPU is the device
@@ -23,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the plugin compiles, t
 import jax
 from aot_gate import programs, resources
 
-from jaxspec.forecast.compiled import Memory, collectives, memory
+from jaxspec.forecast.compiled import Exchanged, Memory, collectives, memory
 from jaxspec.forecast.target import NAMES, Target, missing
 
 GB = 1e9
@@ -41,7 +42,7 @@ class Report:
         failure: why it does not compile, None if it does.
         kernels: the Triton kernels in it.
         memory: bytes on each device.
-        collectives: number of each kind in the program text.
+        collectives: of each kind in the program text.
         fits: which sizes of device memory hold it.
     """
 
@@ -50,7 +51,7 @@ class Report:
     failure: str | None
     kernels: list[resources.Kernel]
     memory: Memory | None
-    collectives: dict[str, int]
+    collectives: dict[str, Exchanged]
     fits: list[str]
 
     def line(self) -> str:
@@ -61,7 +62,7 @@ class Report:
             shared = "" if kernel.shared_memory is None else f", {kernel.shared_memory} B shared"
             spilled = f", {kernel.stack} B stack" if kernel.stack else ""
             asked.append(f"{kernel.name} {kernel.registers} registers{shared}{spilled}")
-        asked += [f"{number} {kind}" for kind, number in self.collectives.items()]
+        asked += [f"{one.count} {kind} of {one.nbytes / 1e6:.1f} MB" for kind, one in self.collectives.items()]
         asked.append(f"fits {' and '.join(self.fits) or 'none'}")
         return f"compiled  {self.name} ({self.seconds:.0f} s): {'; '.join(asked)}"
 
@@ -82,7 +83,7 @@ def compile_case(case: programs.Case, details: bool) -> Report:
     needed = memory(compiled)
     ours = [kernel for kernel in found if kernel.name.startswith(("block_attention", "kv_injection"))]
     fits = [size for size, capacity in SIZES.items() if needed.total <= capacity - RESERVED]
-    return Report(name, seconds, None, ours, needed, dict(collectives(compiled)), fits)
+    return Report(name, seconds, None, ours, needed, collectives(compiled), fits)
 
 
 def reports(target: Target, only: str | None, matching: str, batch: int) -> Iterator[Report]:
@@ -101,6 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile for GPUs that are not here.", allow_abbrev=False)
     add = parser.add_argument
     add("--target", action="append", choices=NAMES, help="repeatable (default: a100-80gb)")
+    add("--tensor", action="append", type=int, metavar="N", help="devices; repeatable (default: 1 and 2)")
     add("--only", choices=["kernels", "pairs"], help="the kernels alone, or the whole programs (default: both)")
     add("--matching", default="", metavar="TEXT", help="only programs with this in their name")
     add("--batch", type=int, default=1, metavar="B", help="rows of the whole programs (default: %(default)s)")
@@ -111,13 +113,13 @@ def main() -> int:
         print(f"aot: error: {reason}", file=sys.stderr)
         return 2
     failed, written = 0, []
-    for name in args.target or ["a100-80gb"]:
-        target = Target.load(name)
-        print(f"{name}: {target.kind}, JAX {jax.__version__}", flush=True)
+    for name, tensor in product(args.target or ["a100-80gb"], args.tensor or [1, 2]):
+        target = Target.load(name, {"tensor": tensor})
+        print(f"{name}, tensor {tensor}: {target.kind}, JAX {jax.__version__}", flush=True)
         for report in reports(target, args.only, args.matching, args.batch):
             print(report.line(), flush=True)
             failed += report.failure is not None
-            written.append({"target": name, **asdict(report)})
+            written.append({"target": name, "tensor": tensor, **asdict(report)})
     if args.json:
         Path(args.json).write_text(json.dumps(written, indent=1) + "\n")
     print(f"{len(written) - failed} of {len(written)} programs compiled", flush=True)

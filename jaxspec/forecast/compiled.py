@@ -1,12 +1,14 @@
 """What a compiled program asks of each device: memory and collectives, as XLA tells them."""
 
 import re
-from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 import jax
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-done)?\(")  # of two halves, the one that has the result
+ARRAY = re.compile(r"([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")  # as bf16[8,4096]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,31 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def collectives(compiled: jax.stages.Compiled) -> Counter[str]:
-    """How many of each kind the program text holds; one in a loop counts once."""
-    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text() or "")
-    return Counter(found)
+@dataclass(frozen=True)
+class Exchanged:
+    """Exchanges of one kind: how many, and the bytes of their results on each device, all together."""
+
+    count: int = 0
+    nbytes: int = 0
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, Exchanged]:
+    """Those of each kind in the program text; one in a loop counts once."""
+    return collectives_in(compiled.as_text() or "")
+
+
+def collectives_in(text: str) -> dict[str, Exchanged]:
+    """Those of each kind in a program's HLO."""
+    found: dict[str, Exchanged] = {}
+    for result, kind in COLLECTIVE.findall(text):
+        before = found.get(kind, Exchanged())
+        found[kind] = Exchanged(before.count + 1, before.nbytes + _bytes(result))
+    return found
+
+
+def _bytes(result: str) -> int:
+    """Of an array or a tuple of arrays, as HLO writes its type."""
+    return sum(
+        prod(map(int, filter(None, dims.split(",")))) * max(int(bits or 8) // 8, 1)  # pred has no bits
+        for _, bits, dims in ARRAY.findall(result)
+    )

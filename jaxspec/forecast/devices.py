@@ -20,7 +20,7 @@ class Device:
         reserved: of those, what programs cannot have: the driver's context, libraries, fragments.
         bandwidth: bytes/s that its memory gives.
         flops: dense matrix products a second, by dtype.
-        link: bytes/s to its neighbours in each direction, 0 where there are none.
+        link: bytes/s to its neighbours in each direction.
         sources: where the figures are from.
     """
 
@@ -65,7 +65,8 @@ def this_cpu() -> Device:
     flops = 2 * 1024**3 / _seconds(lambda: square @ square)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rates = {"float32": flops, "bfloat16": flops}
-    return Device("cpu", memory, 2 * GIB, bandwidth, rates, 0.0, "measured with NumPy just now")
+    # Several that JAX is told to pretend exchange through the memory that they share.
+    return Device("cpu", memory, 2 * GIB, bandwidth, rates, bandwidth, "measured with NumPy just now")
 
 
 def _seconds(run: Callable[[], object]) -> float:

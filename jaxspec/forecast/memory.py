@@ -3,15 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jax.sharding import Mesh
+
 from jaxspec.decoding.programs import MAX_PREFILL, MIN_CAPACITY
 from jaxspec.forecast.compiled import Memory, memory
 from jaxspec.forecast.devices import Device
-from jaxspec.forecast.programs import AbstractPrograms, Lower
+from jaxspec.forecast.programs import Lower
 from jaxspec.forecast.setup import Setup
+from jaxspec.layers.moe import BLOCK_ROWS
 
 FLOAT32 = 4
 LOGIT_COPIES = 3  # of a block's logits: the product, its float32, what acceptance makes of it
-EXPERT_COPIES = 3  # of a layer's experts in prefill, as XLA lays them out anew for its products
 MOST_ROWS = 4096
 
 
@@ -65,23 +67,22 @@ def estimated_temporaries(setup: Setup, batch: int) -> int:
     tokens = rows * MAX_PREFILL
     widest = max(
         2 * (layer.mlp_width or 0) // setup.tensor
-        + (layer.moe.top_k * (layer.moe.width + setup.verifier.width) if layer.moe else 0)
+        + (2 * layer.moe.top_k * setup.verifier.width if layer.moe else 0)  # sorted by expert, and back in order
         + (layer.attention.heads + 2 * layer.attention.kv_heads) * layer.attention.head_dim // setup.tensor
         for layer in setup.verifier.layers
     )
     prefill = tokens * size * (3 * setup.verifier.width + widest + 2 * features)
-    experts = [weight.nbytes for weight in setup.verifier_weights if weight.is_expert]
-    layers = sum(layer.moe is not None for layer in setup.verifier.layers)
-    prefill += EXPERT_COPIES * sum(experts) // max(layers, 1)
+    experts = max(layer.moe.experts if layer.moe else 0 for layer in setup.verifier.layers) // setup.sizes["expert"]
+    prefill += experts * BLOCK_ROWS * setup.verifier.width * size  # what fills each expert's last block
     decode = LOGIT_COPIES * FLOAT32 * rows * (setup.plan.drafts + 1) * setup.verifier.vocab_size
     return max(prefill, decode)
 
 
-def compiled_memory(setup: Setup, batch: int, capacity: int, lower: Lower) -> Mapping[str, Memory]:
-    """By program, of those that answer prompts; compiling takes minutes for large models. On one device only."""
-    assert setup.devices == 1
-    programs = AbstractPrograms(setup.verifier, setup.drafter, setup.plan, setup.dtype, lower)
-    lowered = programs.lower_all(batch, capacity, MAX_PREFILL)
+def compiled_memory(
+    setup: Setup, batch: int, capacity: int, lower: Lower, mesh: Mesh | None = None
+) -> Mapping[str, Memory]:
+    """By program, of those that answer prompts; compiling takes minutes for large models. `mesh`: of several devices."""
+    lowered = setup.placed(lower, mesh).lower_all(batch, capacity, MAX_PREFILL)
     return {name: memory(one.compile()) for name, one in lowered.items()}
 
 

@@ -14,7 +14,7 @@ from jaxspec.config import LayerConfig, VerifierConfig
 from jaxspec.decoding.cycle import Plan
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.errors import InputError
-from jaxspec.forecast.programs import AbstractPrograms
+from jaxspec.forecast.programs import AbstractPrograms, Lower
 from jaxspec.layers.cache import cache_owners
 from jaxspec.sharding import AXES, drafter_layout, split, verifier_layout
 
@@ -96,6 +96,12 @@ class Setup:
     def rows(self, batch: int) -> int:
         """Rows on one device, of `batch` in all."""
         return -(-batch // self.sizes["data"])
+
+    def placed(self, lower: Lower, mesh: Mesh | None = None) -> AbstractPrograms:
+        """Programs whose weights and caches lie on a mesh of these sizes, as those of an engine do; one device needs none."""
+        assert self.devices == (1 if mesh is None else mesh.size)
+        models = self.verifier, self.drafter, self.plan, self.dtype
+        return AbstractPrograms(*models, lower, mesh if self.devices > 1 else None, self.drafter_replicated)
 
     def head_bytes(self) -> int:
         """Of the verifier's output head, on one device."""

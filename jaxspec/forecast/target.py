@@ -4,6 +4,8 @@ XLA's CUDA plugin compiles to machine code without a device when it is told what
 a program compiles, with what registers, shared memory, device memory and collectives; not that its numbers are right, nor its speed.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import Mesh, use_abstract_mesh
 
+from jaxspec.forecast.programs import lies, on
+from jaxspec.sharding import AXES, whole
 from jaxspec_kernels.implementation import use
 
 TARGETS = Path(__file__).parent / "targets"
@@ -33,12 +37,12 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A described GPU.
+    """Described GPUs of one kind.
 
     Fields:
-        name: of its file.
+        name: of the description's file.
         kind: as JAX names the device.
-        mesh: of one such device.
+        mesh: of them.
     """
 
     name: str
@@ -46,19 +50,21 @@ class Target:
     mesh: Mesh
 
     @classmethod
-    def load(cls, name: str) -> "Target":
-        """The description targets/NAME.txtpb."""
+    def load(cls, name: str, sizes: Mapping[str, int] | None = None) -> "Target":
+        """As many GPUs of the description targets/NAME.txtpb as a mesh of these sizes has, by default one; all in one process."""
         description = (TARGETS / f"{name}.txtpb").read_text()
-        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=description)
-        device = topology.devices[0]
-        return cls(name, device.device_kind, Mesh(np.array([device]), ("tensor",)))
+        shape = tuple((sizes or {}).get(axis, 1) for axis in AXES)
+        # Slices x hosts x devices. Collectives compile without NVIDIA's library for them, which they call when they run.
+        devices = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{math.prod(shape)}", target_config=description
+        ).devices
+        return cls(name, devices[0].device_kind, Mesh(np.array(devices).reshape(shape), AXES))
 
     def abstract(self, tree: Any) -> Any:
-        """Arrays or shapes -> shapes that lie on the device."""
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+        """Arrays or shapes -> shapes that lie on the devices, whole where they say nothing else."""
+        return jax.tree.map(lambda leaf: on(lies(leaf) or whole(self.mesh), leaf), tree)
 
     def lower(self, jitted: jax.stages.Wrapped, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
-        """Traced with the Triton kernels, for this GPU."""
+        """Traced with the Triton kernels, for these GPUs."""
         with use("triton"), use_abstract_mesh(self.mesh.abstract_mesh):
             return jitted.lower(*self.abstract(arguments))

@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.drafters.formats import detect_format
 from jaxspec.config import AttentionConfig, VerifierConfig
 from jaxspec.decoding.planning import make_plan
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.drafters.config import DrafterConfig
-from jaxspec.forecast.programs import AbstractPrograms
+from jaxspec.forecast.setup import Setup
 from jaxspec.forecast.target import Target
 from jaxspec.layers.rope import inverse_frequencies
 from jaxspec.verifiers.families import parse_config
@@ -86,8 +87,8 @@ def attention_shapes() -> list[AttentionConfig]:
 
 def attention_case(target: Target, attention: AttentionConfig, batch: int, block: int, dtype: str) -> Case:
     n, k, h = attention.heads, attention.kv_heads, attention.head_dim
-    q = jax.ShapeDtypeStruct((batch, block, n, h), jnp.dtype(dtype))
-    cache = jax.ShapeDtypeStruct((batch, k, CAPACITY, h), jnp.dtype(dtype))
+    q = shape(target, dtype, (batch, block, n, h), "data", None, "tensor")
+    cache = shape(target, dtype, (batch, k, CAPACITY, h), "data", "tensor")
     run = partial(
         block_attention,
         scale=attention.scale,
@@ -101,21 +102,16 @@ def attention_case(target: Target, attention: AttentionConfig, batch: int, block
         *([f"window {attention.window}"] if attention.window else []),
     )
     name = f"attention N {n} K {k} H {h} B {batch} T {block} {' '.join(sight)} {dtype}"
-    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    length = shape(target, "int32", (batch,), "data")
     return name, partial(target.lower, jax.jit(run), (q, cache, cache, length))
 
 
 def injection_case(target: Target, name: str, drafter: DrafterConfig, batch: int, block: int, dtype: str) -> Case:
     attention, number = drafter.layers[0].attention, len(drafter.layers)
     k, h, d = attention.kv_heads, attention.head_dim, drafter.width
-
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    weights = [
-        (array(k, h, d), None if attention.v_from_k else array(k, h, d), array(h) if attention.qk_norm else None)
-        for _ in range(number)
-    ]
+    weight = shape(target, dtype, (k, h, d), "tensor")
+    norm = shape(target, dtype, (h,)) if attention.qk_norm else None
+    weights = [(weight, None if attention.v_from_k else weight, norm) for _ in range(number)]
     turns = [inverse_frequencies(layer.attention.rope) for layer in drafter.layers]
 
     def run(x: jax.Array, weights: list[Any], k: Any, v: Any, start: jax.Array, count: jax.Array) -> Any:
@@ -125,16 +121,24 @@ def injection_case(target: Target, name: str, drafter: DrafterConfig, batch: int
         ]
         return inject_kv(x, layers, k, v, start, count, eps=drafter.norm_eps)
 
-    caches = tuple(array(batch, k, CAPACITY, h) for _ in range(number))
-    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    x = shape(target, dtype, (batch, block, d), "data")
+    caches = tuple(shape(target, dtype, (batch, k, CAPACITY, h), "data", "tensor") for _ in range(number))
+    rows = shape(target, "int32", (batch,), "data")
     jitted = jax.jit(run, donate_argnums=(2, 3))
     label = f"injection {name} L {number} K {k} H {h} D {d} B {batch} T {block} {dtype}"
-    return label, partial(target.lower, jitted, (array(batch, block, d), weights, caches, caches, rows, rows))
+    return label, partial(target.lower, jitted, (x, weights, caches, caches, rows, rows))
+
+
+def shape(target: Target, dtype: str, sizes: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+    """Of an array whose dimensions are split along these mesh axes."""
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=NamedSharding(target.mesh, PartitionSpec(*axes)))
 
 
 def pair_cases(target: Target, pair: Pair, batch: int = 1) -> Iterator[Case]:
     """What the engine compiles to answer: prefill of PREFILL tokens, and the decode loop round the cycle, at CAPACITY slots."""
     verifier, drafter = pair.configs()
-    programs = AbstractPrograms(verifier, drafter, make_plan(SpeculativeConfig(), drafter), jnp.bfloat16, target.lower)
+    plan = make_plan(SpeculativeConfig(), drafter)
+    setup = Setup(verifier, drafter, plan, jnp.dtype("bfloat16"), target.mesh.shape)
+    programs = setup.placed(target.lower, target.mesh)
     for name, lowered in programs.lower_all(batch, CAPACITY, PREFILL).items():
         yield f"{pair.name} {name} B {batch}", lambda lowered=lowered: lowered
