@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from mesh_run import DEVICES
-from test_training import checkpoint, process, trained
+from test_training import checkpoint, command, process, trained
 from tiny_training import workspace
 
 from jaxspec.sharding import AXES, split, spread
@@ -54,6 +54,30 @@ def test_a_step_on_eight_devices_is_the_step_on_one(tmp_path, method):
     eight = checkpoint(several, 1)
     for name, value in one.items():
         np.testing.assert_allclose(eight[name], value, **CLOSE, err_msg=name)
+
+
+@pytest.mark.slow
+def test_answers_do_not_depend_on_the_mesh(tmp_path):
+    """Five questions through two rows on a device: rows are refilled."""
+    rng = np.random.default_rng(1)
+    questions = [{"prompt_ids": rng.integers(3, 96, size).tolist()} for size in (3, 12, 5, 7, 4)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+
+    def asking(made: dict) -> None:
+        even(made)
+        made["data"]["questions"] = [str(tmp_path / "questions.jsonl")]
+        made["data"]["answers"] = {"output": str(tmp_path / "one.jsonl"), "max_new_tokens": 6, "rows": 2}
+
+    file = workspace(tmp_path, "dflash", asking)
+    assert command("--config", file, "--write-answers") == 0
+    elsewhere = ("--set", f"data.answers.output={tmp_path / 'four.jsonl'}", "--set", "data.answers.rows=4")
+    out = process(file, "--mesh", "data=2,tensor=4", *elsewhere, "--write-answers", **DEVICES).communicate()
+    one, four = (
+        sorted(json.loads(line)["token_ids"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines())
+        for name in ("one", "four")
+    )
+    assert one == four and len(one) == 5, out
+    assert "tensor=4 are more devices than the verifier has key/value heads (2)" in out[1]
 
 
 @pytest.mark.slow

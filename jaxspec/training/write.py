@@ -53,8 +53,11 @@ def write_all_answers(recipe: Recipe, say: Say) -> None:
     questions, counts = read_questions(
         recipe.data.questions, chat=asked.chat, system=asked.system, limit=recipe.data.limit
     )
+    mesh = make_mesh(recipe.mesh)
     path = verifier_path(recipe.verifier, say)
-    engine = Engine.from_pretrained(path, dtype=recipe.verifier.dtype, max_batch_size=asked.rows)
+    engine = Engine.from_pretrained(
+        path, dtype=recipe.verifier.dtype, mesh=mesh if mesh.size > 1 else None, max_batch_size=asked.rows
+    )
     progress = Progress.counting()
     counts = write_answers(
         engine,
