@@ -71,8 +71,8 @@ def served(drafter: Any, drafts: int) -> Callable[[jax.Array, jax.Array, int], n
     graphdef, state = nnx.split(drafter)
 
     def run(state: nnx.State, tokens: jax.Array, taps: jax.Array, anchor: jax.Array) -> jax.Array:
-        def choose(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return tokens[anchor + 1 + slot][None], logits
+        def choose(logits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return tokens[anchor + 1 + first + jnp.arange(logits.shape[1])][None], logits
 
         context = Context(taps[None], tokens[None, 1 : T + 1], anchor[None])
         cache = KVCache.empty(attention_layers(drafter.config), 1, T + 16, jnp.float32)

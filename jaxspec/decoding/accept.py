@@ -10,9 +10,8 @@ from enum import StrEnum
 import jax
 import jax.numpy as jnp
 
-from jaxspec.decoding.params import GREEDY_BELOW
-from jaxspec.decoding.randomness import Purpose, draw_keys, uniform
-from jaxspec.decoding.sampling import SamplingRows, draw, sample, support_of
+from jaxspec.decoding.randomness import Purpose, draw_keys, slot_uniforms, uniform
+from jaxspec.decoding.sampling import SamplingRows, any_drawn, draw, sample, support_of, vocabulary_first
 from jaxspec.decoding.support import Support
 from jaxspec.layers.argmax import argmax
 
@@ -119,8 +118,6 @@ def accept(
         return Verdict(accepted, sample(_row(logits, accepted), rows, position, accepted))
 
     slots = logits.shape[:2]
-    # As the verifier's product made it on a CPU: no branch costs the other a copy.
-    vocabulary_first = logits.reshape(-1, logits.shape[-1]).T  # [V, B (K + 1)]
 
     def greedily(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         best = argmax(logits.T).reshape(slots)  # [B, K + 1]
@@ -146,7 +143,7 @@ def accept(
         weights = jnp.where((rejected & some)[:, None], residual, weights)
         return accepted, _draw(weights, rejected, rows, position, accepted)
 
-    return Verdict(*jax.lax.cond(jnp.any(rows.temperature >= GREEDY_BELOW), sampled, greedily, vocabulary_first))
+    return Verdict(*jax.lax.cond(any_drawn(rows), sampled, greedily, vocabulary_first(logits)))
 
 
 def _judge_each(p: Verified, drafts: Drafts, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -202,8 +199,7 @@ def _draw(
 
 def _uniform(rows: SamplingRows, position: jax.Array, drafted: int) -> jax.Array:
     """u in [0, 1) for every slot, float32 [B, K]."""
-    slots = [jnp.full_like(position, slot) for slot in range(drafted)]
-    return jnp.stack([uniform(draw_keys(rows.seeds, position, slot, Purpose.ACCEPT)) for slot in slots], axis=1)
+    return slot_uniforms(rows.seeds, position, jnp.arange(drafted, dtype=jnp.int32), Purpose.ACCEPT)
 
 
 def _leading(good: jax.Array, kept: jax.Array) -> jax.Array:

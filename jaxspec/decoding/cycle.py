@@ -11,11 +11,20 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from jaxspec.decoding.accept import Drafts, Rule, Verdict, accept
-from jaxspec.decoding.randomness import Purpose, draw_keys, uniform
-from jaxspec.decoding.sampling import SamplingRows, TokenCounts, draw, filter_logits, penalize
+from jaxspec.decoding.randomness import Purpose, slot_uniforms
+from jaxspec.decoding.sampling import (
+    SamplingRows,
+    TokenCounts,
+    any_drawn,
+    draw,
+    filter_logits,
+    penalize,
+    vocabulary_first,
+)
 from jaxspec.decoding.schedule import keep_confident, keep_scheduled
 from jaxspec.decoding.state import NO_TOKEN, DecodeState, DraftState, Finish, Logprobs, Record, Requests
 from jaxspec.drafters.base import Choose, Context, Drafter, Proposal, greedy, take_rows
+from jaxspec.layers.argmax import argmax
 from jaxspec.layers.cache import KVCache
 from jaxspec.verifiers.decoder import Decoder
 
@@ -81,15 +90,25 @@ def draft(drafter: Drafter | None, state: DecodeState, requests: Requests, plan:
 def sampled(rows: SamplingRows, position: jax.Array) -> Choose:
     """Draw each draft at its row's temperature, top-k and top-p, which act on the verifier in the same order. min-p acts on the verifier
     alone; position int32 [B] is the anchors'."""
-    return Partial(_draw_draft, replace(rows, min_p=jnp.zeros_like(rows.min_p)), position)
+    return Partial(_draw_drafts, replace(rows, min_p=jnp.zeros_like(rows.min_p)), position)
 
 
-def _draw_draft(
-    rows: SamplingRows, position: jax.Array, logits: jax.Array, slot: jax.Array
+def _draw_drafts(
+    rows: SamplingRows, position: jax.Array, logits: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    log_q = filter_logits(logits, rows)
-    keys = draw_keys(rows.seeds, position, jnp.broadcast_to(slot, position.shape), Purpose.DRAFT)
-    return draw(jnp.exp(log_q), uniform(keys)), log_q
+    shape = logits.shape
+    slots = first + jnp.arange(shape[1], dtype=jnp.int32)
+
+    def drawn(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_q = filter_logits(logits.T.reshape(shape), rows)
+        u = slot_uniforms(rows.seeds, position, slots, Purpose.DRAFT)
+        return draw(jnp.exp(log_q).reshape(-1, shape[-1]), u.reshape(-1)).reshape(shape[:2]), log_q
+
+    def likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Of greedy rows nobody asks for log q.
+        return argmax(logits.T).reshape(shape[:2]), jnp.zeros(shape, jnp.float32)
+
+    return jax.lax.cond(any_drawn(rows), drawn, likeliest, vocabulary_first(logits))
 
 
 def keep(proposal: Proposal, state: DecodeState, plan: Plan) -> jax.Array:

@@ -55,6 +55,13 @@ def draw_keys(words: jax.Array, position: jax.Array, slot: jax.Array, purpose: P
     return jax.vmap(one)(words, position, slot, purposes)
 
 
+def slot_uniforms(words: jax.Array, position: jax.Array, slots: jax.Array, purpose: Purpose) -> jax.Array:
+    """Numbers in [0, 1), float32 [B, K], of K slots int32 [K]; the rest as in `draw_keys`."""
+    batch, number = position.shape[0], slots.shape[0]
+    words, position = jnp.repeat(words, number, axis=0), jnp.repeat(position, number)
+    return uniform(draw_keys(words, position, jnp.tile(slots, batch), purpose)).reshape(batch, number)
+
+
 def uniform(keys: jax.Array) -> jax.Array:
     """Numbers in [0, 1), float32 [B], one from each of typed keys [B]."""
     return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)

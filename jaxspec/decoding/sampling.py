@@ -151,9 +151,25 @@ def sample(
     """
 
     def drawn(logits: jax.Array) -> jax.Array:
-        return draw(jnp.exp(filter_logits(logits, rows)), uniform(draw_keys(rows.seeds, position, slot, purpose)))
+        return draw(jnp.exp(filter_logits(logits.T, rows)), uniform(draw_keys(rows.seeds, position, slot, purpose)))
 
-    return jax.lax.cond(jnp.any(rows.temperature >= GREEDY_BELOW), drawn, argmax, logits)
+    def likeliest(logits: jax.Array) -> jax.Array:
+        return argmax(logits.T)
+
+    return jax.lax.cond(any_drawn(rows), drawn, likeliest, vocabulary_first(logits))
+
+
+def any_drawn(rows: SamplingRows) -> jax.Array:
+    """Whether any row draws, rather than taking the most likely token; bool."""
+    return jnp.any(rows.temperature >= GREEDY_BELOW)
+
+
+def vocabulary_first(logits: jax.Array) -> jax.Array:
+    """float32 [..., V] -> [V, N], as the product that makes logits on a CPU lays them out: what the branches of a `cond` take.
+
+    Without the barrier XLA moves the transposition into the branches, and lays the logits out anew on both sides of the way in.
+    """
+    return jax.lax.optimization_barrier(logits.reshape(-1, logits.shape[-1]).T)
 
 
 def draw(weights: jax.Array, u: jax.Array) -> jax.Array:

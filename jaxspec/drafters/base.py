@@ -22,8 +22,9 @@ from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
 from jaxspec.sharding import everywhere, gathered
 
-# Chooses a draft: (logits float32 [B, Vd], slot int32 scalar) -> (draft ids int32 [B], log-probabilities float32 [B, Vd] of the
-# distribution that they were drawn from, None for a point mass). One that needs arrays is a `jax.tree_util.Partial` of them.
+# Chooses drafts of neighbouring slots, each on its own: (logits float32 [B, K, Vd], the first slot int32 scalar) -> (draft ids int32
+# [B, K], log-probabilities float32 [B, K, Vd] that they were drawn from, None for point masses). One that needs arrays is a
+# `jax.tree_util.Partial` of them.
 Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
@@ -103,9 +104,9 @@ class WholeDrafter:
         return everywhere(run)(self._state, context, cache, carried)
 
 
-def greedy(logits: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
-    """The `Choose` of greedy drafting: the most likely token, a point mass."""
-    del slot
+def greedy(logits: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
+    """The `Choose` of greedy drafting: the most likely tokens, point masses."""
+    del first
     return argmax(logits), None
 
 
@@ -144,14 +145,9 @@ def attention_layers(config: DrafterConfig) -> list[AttentionConfig]:
     return [layer.attention for layer in config.layers]
 
 
-def choose_each(logits: jax.Array, choose: Choose) -> tuple[jax.Array, jax.Array | None]:
-    """logits float32 [B, K, Vd], slots that don't depend on one another -> ids int32 [B, K] and log_q [B, K, Vd]."""
-    return jax.vmap(choose, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(logits.shape[1], dtype=jnp.int32))
-
-
-def stack_slots(chosen: Sequence[tuple[jax.Array, jax.Array | None]]) -> tuple[jax.Array, jax.Array | None]:
-    """What was chosen slot by slot, with a slot axis behind B."""
-    return jax.tree.map(lambda *slots: jnp.stack(slots, axis=1), *chosen)
+def join_slots(chosen: Sequence[tuple[jax.Array, jax.Array | None]]) -> tuple[jax.Array, jax.Array | None]:
+    """What was chosen in turn for neighbouring slots, as one."""
+    return jax.tree.map(lambda *slots: jnp.concatenate(slots, axis=1), *chosen)
 
 
 def last_counted(context: Context) -> jax.Array:

@@ -13,7 +13,6 @@ from jaxspec.drafters.base import (
     DraftVocabulary,
     Proposal,
     attention_layers,
-    choose_each,
     last_counted,
     take_rows,
 )
@@ -56,7 +55,7 @@ class DFlash(nnx.Module):
         """hidden [B, size, D] of the block, anchor int32 [B] -> K drafts, each on its own."""
         del anchor
         logits = self.vocabulary.logits(self.drafting_slots(hidden)[:, :drafts])
-        return self.vocabulary.proposal(*choose_each(logits, choose))
+        return self.vocabulary.proposal(*choose(logits, jnp.int32(0)))
 
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """Every slot's logits of one block behind T positions, all of them new to the drafter.

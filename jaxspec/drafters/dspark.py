@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.drafters.base import Choose, Proposal, stack_slots
+from jaxspec.drafters.base import Choose, Proposal, join_slots
 from jaxspec.drafters.config import ConfidenceConfig, DrafterConfig, MarkovConfig
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.layers.embedding import Embedding
@@ -35,13 +35,13 @@ class DSpark(DFlash):
                 embedded = self.markov.embed_token(previous)
                 bias, state = self.markov.step(embedded, h, state)
                 logits = logits + bias
-            ids, log_q = choose(logits, jnp.int32(slot))
+            ids, log_q = choose(logits[:, None], jnp.int32(slot))
             chosen.append((ids, log_q))
             if self.confidence is not None:
                 confidences.append(self.confidence(h, embedded, slot))
-            previous = self.vocabulary.to_verifier(ids)
+            previous = self.vocabulary.to_verifier(ids)[:, 0]
         confidence = jax.nn.sigmoid(jnp.stack(confidences, axis=1)) if confidences else None
-        return self.vocabulary.proposal(*stack_slots(chosen), confidence)
+        return self.vocabulary.proposal(*join_slots(chosen), confidence)
 
     def logits(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
         """As in `DFlash`, with the true tokens before each slot in place of drafted ones. A slot 0 that drafts nothing has the

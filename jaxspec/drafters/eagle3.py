@@ -50,17 +50,16 @@ class Eagle3(nnx.Module):
         def next_draft(
             carry: tuple[jax.Array, jax.Array, KVCache], slot: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array, KVCache], tuple[jax.Array, jax.Array | None]]:
-            ids, stream, cache = carry
-            token = self.vocabulary.to_verifier(ids)
-            stream, cache = self.run(token[:, None], self.recycled(stream), cache)
-            ids, log_q = choose(self.logits_of(stream)[:, 0], slot)
-            return (ids, stream, cache.advance(jnp.ones_like(ids))), (ids, log_q)
+            ids, stream, cache = carry  # ids [B, 1]
+            stream, cache = self.run(self.vocabulary.to_verifier(ids), self.recycled(stream), cache)
+            ids, log_q = choose(self.logits_of(stream), slot)
+            return (ids, stream, cache.advance(jnp.ones_like(ids[:, 0]))), (ids, log_q)
 
-        first = choose(self.logits_of(stream)[:, 0], jnp.int32(0))
+        first = choose(self.logits_of(stream), jnp.int32(0))
         slots = jnp.arange(1, drafts, dtype=jnp.int32)
         (_, _, cache), others = lax.scan(next_draft, (first[0], stream, cache), slots)
         ids, log_q = jax.tree.map(
-            lambda one, more: jnp.concatenate([one[:, None], more.swapaxes(0, 1)], axis=1), first, others
+            lambda one, more: jnp.concatenate([one, more[:, :, 0].swapaxes(0, 1)], axis=1), first, others
         )
         return self.vocabulary.proposal(ids, log_q), replace(cache, length=committed)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxspec.drafters.base import Choose, Context, Proposal, choose_each, last_counted, take_rows
+from jaxspec.drafters.base import Choose, Context, Proposal, last_counted, take_rows
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.layers.cache import KVCache
@@ -33,4 +33,4 @@ class PEagle(Eagle3):
         masked = self.fuse(self.mask_hidden[...].astype(fused.dtype)[None, None])  # [1, 1, D]
         stream, cache = self.run(tokens, jnp.where(known[..., None], fused, masked), cache)
         logits = self.logits_of(take_rows(stream, last_counted(context), drafts))  # [B, K, Vd]
-        return self.vocabulary.proposal(*choose_each(logits, choose)), cache.advance(context.count)
+        return self.vocabulary.proposal(*choose(logits, jnp.int32(0))), cache.advance(context.count)
