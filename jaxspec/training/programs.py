@@ -1,6 +1,7 @@
 """A run's compiled programs, and where their arguments lie."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts
 from jaxspec.training.optimizer import build_optimizer, muon_matrices
 from jaxspec.training.recipe import OptimizerRecipe
-from jaxspec.training.step import DrafterParts, Frozen, TrainState, accept_step, train_step
+from jaxspec.training.step import DrafterParts, Frozen, StepReport, TrainState, accept_step, train_step
 from jaxspec.verifiers.names import Path as ParameterPath
 
 Place = Callable[[Any, NamedSharding], Any]
@@ -37,7 +38,9 @@ def abstract(value: Any, sharding: NamedSharding) -> Any:
 class Programs:
     """`step(state, frozen, batch, features)` and `accepts(params, frozen, batch, features, anchors)`, compiled on first use.
 
-    Features are None where the verifier runs within the step. `rate` is the learning rate of a step, counted from 0.
+    Features are None where the verifier runs within the step. Several processes give the step what they ask for as a last argument, int32
+    [devices], and its report has the highest: in a program of its own, beside the step, its exchanges could mix with the step's. `rate` is
+    the learning rate of a step, counted from 0.
     """
 
     def __init__(
@@ -61,14 +64,23 @@ class Programs:
         self._transform, self.rate = optimizer.transform, optimizer.rate
         online = None if verifier is None else by_rows(verifier.features, mesh)
         step = train_step(self.parts, plan.objective, self._transform, seed, online)
+
+        def told(
+            state: TrainState, frozen: Frozen, batch: Batch, features: Features | None, *asked: jax.Array
+        ) -> tuple[TrainState, StepReport]:
+            state, report = step(state, frozen, batch, features)
+            return state, replace(report, asked=jnp.max(asked[0]) if asked else None)
+
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.state(self._shapes(), abstract))
-        self.step: Any = jax.jit(step, donate_argnums=0, out_shardings=(placed, whole(mesh)))
+        self.step: Any = jax.jit(told, donate_argnums=0, out_shardings=(placed, whole(mesh)))
         self.accepts = jax.jit(accept_step(self.parts, plan.objective, online), out_shardings=whole(mesh))
 
-    def compile_step(self, state: TrainState, frozen: Frozen, batch: Batch, features: Features | None) -> Compiled:
+    def compile_step(
+        self, state: TrainState, frozen: Frozen, batch: Batch, features: Features | None, *asked: jax.Array
+    ) -> Compiled:
         """Compiles `step` for arguments like these before it runs, and frees what compiling leaves behind: hundreds of MB on a CPU, which
         would stand beside the step's own memory."""
-        self.step = compiled = self.step.lower(state, frozen, batch, features).compile()
+        self.step = compiled = self.step.lower(state, frozen, batch, features, *asked).compile()
         hand_back()
         return compiled
 

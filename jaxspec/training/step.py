@@ -49,12 +49,14 @@ class StepReport:
         loss: float32 scalar. terms: float32 [n], its parts.
         gradient_norm: float32 scalar, before clipping.
         metrics: of the step's anchors.
+        asked: int32 scalar, what the processes ask for (`stop.Stop`); None alone.
     """
 
     loss: jax.Array
     terms: jax.Array
     gradient_norm: jax.Array
     metrics: Metrics
+    asked: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

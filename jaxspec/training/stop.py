@@ -5,19 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import distributed
-from jaxspec.sharding import AXES, whole
+from jaxspec.sharding import AXES
 
 
 class Stop:
     """SIGTERM and Ctrl-C end the loop after the step under way; a second Ctrl-C ends it at once.
 
-    Several processes end it at the same step: what each has got goes to the devices with every step, and the loop heeds what comes back
-    with the step's report.
+    Several processes end it at the same step: what each has got goes into every step, and the loop heeds what comes back with its report.
 
     Attributes:
         agreed: the number of the signal that the loop heeds; 0 for none.
@@ -27,14 +25,13 @@ class Stop:
         self.agreed = self._got = 0
         self._lies = NamedSharding(mesh, PartitionSpec(AXES))
         self._size = mesh.size
-        self._highest = jax.jit(jnp.max, out_shardings=whole(mesh))
 
-    def asked(self) -> jax.Array | int:
-        """The number of the signal that any process has got so far, perhaps still on the devices."""
+    def asked(self) -> tuple[jax.Array, ...]:
+        """The number of the signal that each process has got so far, int32 [devices]; alone nothing."""
         if not distributed.running():
-            return self._got
+            return ()
         mine = np.full(self._size, self._got, np.int32)
-        return self._highest(jax.make_array_from_callback(mine.shape, self._lies, lambda index: mine[index]))
+        return (jax.make_array_from_callback(mine.shape, self._lies, lambda index: mine[index]),)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:

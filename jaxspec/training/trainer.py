@@ -49,12 +49,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that was sent off and not yet looked at. `stop`: as `Stop.asked` gave it."""
+    """A step that was sent off and not yet looked at."""
 
     step: int
     report: StepReport
     packed: tuple[Packed, ...]
-    stop: jax.Array | int
 
 
 class Trainer:
@@ -169,12 +168,12 @@ class Trainer:
         try:
             for step in range(first + 1, self.steps + 1):
                 parts = [next(stream) for _ in range(self._accumulation)]
-                stacked = self._stacked(parts)
+                stacked = *self._stacked(parts), *self._stop.asked()
                 if step == first + 1:
                     self._programs.compile_step(self._state, self._frozen, *stacked)
                 self._state, report = self._programs.step(self._state, self._frozen, *stacked)
                 self._look(pending, since, log, progress)
-                pending = _Pending(step, report, tuple(packed for packed, _ in parts), self._stop.asked())
+                pending = _Pending(step, report, tuple(packed for packed, _ in parts))
                 last = step == self.steps or bool(self._stop.agreed)
                 validates = bool(self._setup.documents.validation) and _due(step, recipe.validate_every, self.steps)
                 if last or validates or _due(step, recipe.checkpoint_every, self.steps):
@@ -200,8 +199,9 @@ class Trainer:
         """Waits for a step and reports it."""
         if pending is None:
             return
-        report, stop = jax.device_get((pending.report, pending.stop))
-        self._stop.agreed = max(self._stop.agreed, int(stop))
+        report = jax.device_get(pending.report)
+        if report.asked is not None:
+            self._stop.agreed = max(self._stop.agreed, int(report.asked))
         step, loss = pending.step, float(report.loss)
         if not np.isfinite(loss) or not np.isfinite(report.gradient_norm):
             sources = sorted(
