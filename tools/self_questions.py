@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser = Parser("self_questions", "Questions that the demo model asks itself.")
     parser.add_argument("output", metavar="OUTPUT", help="file of JSON lines to write")
     parser.add_argument(
-        "--count", type=int, default=2000, metavar="N", help="questions asked for; fewer are kept (default 2000)"
+        "--count", type=int, default=1700, metavar="N", help="questions asked for; fewer are kept (default 1700)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     arguments = parser.parse_args(argv)
