@@ -164,6 +164,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 def test_the_drafters_that_come_with_it_go_by_names():
     """Together they are at most 40 MB, which a wheel may well hold."""
     folders = sorted(demo.DRAFTERS.iterdir())
+    assert [folder.name for folder in folders] == ["dflash", "dspark", "eagle3", "peagle"]
     assert demo.drafter(demo.DEFAULT_DRAFTER) in folders
     for folder in folders:
         assert demo.drafter(f"demo-{folder.name}") == folder
@@ -183,3 +184,21 @@ def test_any_other_name_is_a_path_or_a_hub_id(tmp_path, monkeypatch):
 def test_a_drafter_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(InputError, match=r"^demo-medusa: .* those are (demo-\w+, )*demo-dspark"):
         demo.drafter("demo-medusa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--count", "0"], "--count is 0; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1; it must be from 0 to 2**32 - 1"),
+        ([], "OUTPUT {file}: holds something already; name a new file"),
+    ],
+)
+def test_questions_of_its_own_are_not_written_over_anything(tmp_path, arguments, said):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("mine\n")
+    tool = FETCH.with_name("self_questions.py")
+    done = subprocess.run([sys.executable, tool, file, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"self_questions: error: {said.format(file=file)}\n"
+    assert file.read_text() == "mine\n"

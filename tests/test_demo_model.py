@@ -5,6 +5,8 @@ The expected tokens are transformers' (tools/make_demo_golden.py).
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from jaxspec import demo
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
 
-GOLDEN = json.loads((Path(__file__).parent / "goldens" / "demo_greedy.json").read_text())
+ROOT = Path(__file__).parent.parent
+GOLDEN = json.loads((ROOT / "tests" / "goldens" / "demo_greedy.json").read_text())
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +54,13 @@ def test_its_drafters_speculate_and_change_nothing(method):
     (expected,), (result,) = (engine.generate([prompt], params) for engine in (plain, drafted))
     assert result.token_ids == expected.token_ids
     assert result.speculative is not None and result.speculative.acceptance_length > 1.4
+
+
+def test_it_asks_itself_questions(tmp_path):
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file in files:
+        subprocess.run([sys.executable, ROOT / "tools" / "self_questions.py", file, "--count", "8"], check=True)
+    lines = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert 0 < len(lines) <= 8
+    assert all(list(line) == ["prompt"] and line["prompt"].strip() and "<|" not in line["prompt"] for line in lines)
+    assert files[0].read_text() == files[1].read_text()

@@ -112,6 +112,9 @@ def main() -> int:
     if reason is not None:
         print(f"aot: error: {reason}", file=sys.stderr)
         return 2
+    if any(tensor < 1 for tensor in args.tensor or ()):
+        print(f"aot: error: --tensor is {min(args.tensor)}; it must be at least 1", file=sys.stderr)
+        return 2
     failed, written = 0, []
     for name, tensor in product(args.target or ["a100-80gb"], args.tensor or [1, 2]):
         target = Target.load(name, {"tensor": tensor})

@@ -8,7 +8,7 @@ import json
 import sys
 
 from jaxspec import demo
-from jaxspec.cli import Parser, run
+from jaxspec.cli import Parser, run, writable
 from jaxspec.decoding.engine import Engine
 from jaxspec.decoding.params import SamplingParams
 from jaxspec.errors import InputError
@@ -35,10 +35,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--count", type=int, default=1700, metavar="N", help="questions asked for; fewer are kept (default 1700)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other questions with another (default 0)")
     arguments = parser.parse_args(argv)
     if arguments.count < 1:
         raise InputError(f"--count is {arguments.count}; it must be at least 1")
+    if not 0 <= arguments.seed < 2**32:
+        raise InputError(f"--seed is {arguments.seed}; it must be from 0 to 2**32 - 1")
+    output = writable("OUTPUT", arguments.output)
+    if output.stat().st_size:
+        raise InputError(f"OUTPUT {output}: holds something already; name a new file")
     engine = Engine.from_pretrained(demo.ensure(), max_batch_size=ROWS)
     tokenizer = engine.tokenizer
     assert tokenizer is not None  # the demo model has one
@@ -47,7 +52,7 @@ def main(argv: list[str]) -> None:
     seeds = [(arguments.seed << 32) + index for index in range(arguments.count)]
     prompts = [heads[index % len(heads)] for index in range(arguments.count)]
     kept: set[str] = set()
-    with open(arguments.output, "w", encoding="utf-8") as file:
+    with output.open("w", encoding="utf-8") as file:
         for answer in engine.generate_refilled(prompts, params, seeds, ROWS):
             text = tokenizer.decode(answer.token_ids[:-1]).strip()
             if answer.finish_reason == "stop" and len(answer.token_ids) > SHORTEST and text not in kept:

@@ -131,9 +131,8 @@ def _place(opened: OpenedVerifier, mesh: Mesh | None) -> Place:
         host = jax.local_devices(backend="cpu")[0]
         return lambda value, path, axes: jax.device_put(value, host)
     parameters = flat_parameters(nnx.state(abstract_decoder(opened.config, np.float32)))
-    verifier_layout(
-        mesh, opened.config, shapes_and_axes(parameters)
-    )  # names what does not divide, before anything is read
+    # Names what does not divide, before anything is read.
+    verifier_layout(mesh, opened.config, shapes_and_axes(parameters))
     return lambda value, path, axes: put(value, split(mesh, axes, value.shape, name_of(path)))
 
 

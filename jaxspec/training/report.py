@@ -18,9 +18,13 @@ QUIET_SECONDS = 60.0
 
 
 class RunLog:
-    """The run's `metrics.jsonl` and its TensorBoard events, from `step` on: what an interrupted run wrote past it is cut off."""
+    """The run's `metrics.jsonl` and its TensorBoard events, from `step` on: what an interrupted run wrote past it is cut off. Of several
+    processes the first one writes it."""
 
     def __init__(self, output: Path, step: int):
+        self._writes = distributed.first()
+        if not self._writes:
+            return
         self._file = output / METRICS
         try:
             kept = [line for line in read_metrics(output) if line["step"] <= step]
@@ -34,6 +38,8 @@ class RunLog:
 
     def write(self, kind: str, step: int, values: Mapping[str, float | Sequence[float] | None]) -> None:
         """One entry: kind "train" or "validation", and its figures; None and what is not finite are left out."""
+        if not self._writes:
+            return
         values = {
             name: value
             for name, value in values.items()
@@ -50,8 +56,9 @@ class RunLog:
 
     def close(self) -> None:
         """Writes out what is buffered."""
-        self._stream.close()
-        self._events.close()
+        if self._writes:
+            self._stream.close()
+            self._events.close()
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ class Trainer:
         """Steps until the last one or a signal; whether it was the last one."""
         recipe = self._setup.recipe.run
         first = int(self._state.step)
-        log = RunLog(self._output, first) if distributed.first() else None
+        log = RunLog(self._output, first)
         progress = Progress(self.steps, first)
         stream = self._batches.iterator(self._joined)
         if data is not None:
@@ -188,14 +188,13 @@ class Trainer:
                     break
         finally:
             progress.close()
-            if log is not None:
-                log.close()
+            log.close()
         if self._stop.agreed and saved < self.steps:
             self._say(f"stopped at step {saved}, which is saved; --resume goes on from there")
             return False
         return True
 
-    def _look(self, pending: _Pending | None, since: "_Since", log: RunLog | None, progress: Progress) -> None:
+    def _look(self, pending: _Pending | None, since: "_Since", log: RunLog, progress: Progress) -> None:
         """Waits for a step and reports it."""
         if pending is None:
             return
@@ -224,17 +223,15 @@ class Trainer:
                 "tokens_per_s": mean.tokens_per_s,
                 "epoch": self._batches.epoch_of(step * self._accumulation - 1),
             }
-            if log is not None:
-                log.write("train", step, figures)
+            log.write("train", step, figures)
             progress.show(step, mean.loss, mean.acceptance_length, mean.tokens_per_s)
 
-    def _validated(self, step: int, log: RunLog | None, progress: Progress) -> float:
+    def _validated(self, step: int, log: RunLog, progress: Progress) -> float:
         """Walks the held-out documents; their acceptance length."""
         found = self.validation()
-        if log is not None:
-            log.write(
-                "validation", step, {"acceptance_length": found.length, "acceptance_per_position": found.per_position}
-            )
+        log.write(
+            "validation", step, {"acceptance_length": found.length, "acceptance_per_position": found.per_position}
+        )
         rates = " ".join(f"{rate:.2f}" for rate in found.per_position)
         progress.line(f"step {step}: acceptance length {found.length:.3f} on held-out documents; per position {rates}")
         self._best = found.length if self._best is None else max(self._best, found.length)
