@@ -103,7 +103,7 @@ def outcome(case: Case, alone: list[list[int]], write: Any) -> Outcome:
         ".".join(map(str, path)): len({str(shard.index) for shard in leaf[...].addressable_shards})
         for path, leaf in leaves
     }
-    decode = next(program for key, program in programs._compiled.items() if key[0] == "decode")
+    decode = next(program for key, program in programs.compiled.items() if key[0] == "decode")
     return Outcome(
         alone, several, accepted, collectives(decode.as_text() or ""), [str(one.message) for one in caught], spread
     )

@@ -125,7 +125,7 @@ def test_slots_that_are_never_searched_decide_nothing(rule, monkeypatch):
 
     verdict = run()
     assert len(np.unique(verdict.accepted)) > 2
-    monkeypatch.setattr(support, "pick_then_search", lambda start, reached: support.search(start))
+    monkeypatch.setattr(support, "pick_then_search", lambda start, wanted: support.search(start))
     everywhere = run()
     np.testing.assert_array_equal(verdict.accepted, everywhere.accepted)
     np.testing.assert_array_equal(verdict.token, everywhere.token)

@@ -37,7 +37,7 @@ SETTINGS = [
 def narrowed_by(way: str) -> jax.stages.Wrapped:
     """`find_support` by `way`."""
 
-    narrow = {"cpu": support.pick_then_search, "elsewhere": lambda start, reached: support.search(start)}[way]
+    narrow = {"cpu": support.pick_then_search, "elsewhere": lambda start, wanted: support.search(start)}[way]
 
     def run(*arguments: jax.Array) -> Support:
         with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,8 @@ def test_a_slot_does_not_depend_on_the_others(way):
     logits = (3 * np.random.default_rng(0).standard_normal((len(SETTINGS), size))).astype(np.float32)
     together = found(way, logits, SETTINGS)
     for slot, setting in enumerate(SETTINGS):
-        np.testing.assert_allclose(together[slot], found(way, logits[slot : slot + 1], [setting])[0], rtol=1e-6)
+        # The rarest have log-probabilities of -16, whose last bit is 2e-6 of p.
+        np.testing.assert_allclose(together[slot], found(way, logits[slot : slot + 1], [setting])[0], rtol=4e-6)
 
 
 def test_the_largest_logits_suffice_where_everything_is_among_them():

@@ -126,15 +126,15 @@ def accept(
 
     def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         judge = _judge_block if rule is Rule.BLOCK else _judge_each
+        u = _uniform(rows, position, drafts.tokens.shape[1])
 
         def reached(support: Support) -> jax.Array:
-            accepted, _ = judge(Verified(logits, support), drafts, rows, position)
+            accepted, _ = judge(Verified(logits, support), drafts, u)
             return jnp.arange(slots[1], dtype=jnp.int32)[None] <= accepted[:, None]
 
         # Block verification looks at every slot, the standard rule at none behind a rejected draft.
-        in_slots = logits.T.reshape(*slots, -1)
-        p = Verified(logits, support_of(in_slots, rows, None if rule is Rule.BLOCK else reached))
-        accepted, weight = judge(p, drafts, rows, position)
+        p = Verified(logits, support_of(logits.reshape(-1, *slots), rows, None if rule is Rule.BLOCK else reached))
+        accepted, weight = judge(p, drafts, u)
         weights = jnp.exp(p.log_probs(accepted))  # [B, V]
         residual = _residual(weights, drafts, accepted, weight)
         rejected = accepted < drafts.kept
@@ -146,20 +146,18 @@ def accept(
     return Verdict(*jax.lax.cond(any_drawn(rows), sampled, greedily, vocabulary_first(logits)))
 
 
-def _judge_each(p: Verified, drafts: Drafts, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accept draft x while u q(x) < p(x). Returns the number accepted [B], and the weight of p in the residual [B]: 1."""
-    u = _uniform(rows, position, drafts.tokens.shape[1])
+def _judge_each(p: Verified, drafts: Drafts, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Accept draft x while u q(x) < p(x), u float32 [B, K]. Returns the number accepted [B], and the weight of p in the residual [B]: 1."""
     accepted = _leading(u * drafts.probability() < p.probability(drafts.tokens), drafts.kept)
     return accepted, jnp.ones(accepted.shape, jnp.float32)
 
 
-def _judge_block(p: Verified, drafts: Drafts, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _judge_block(p: Verified, drafts: Drafts, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Accept the longest prefix i with u_i <= h_i, where r_i = min(r_{i-1} p(x_i) / q(x_i), 1) and h_i = R_i / (R_i + 1 - r_i), R_i the
     mass of max(r_i p - q, 0) behind prefix i; h = r for the whole of what was kept. Returns it, and r of the accepted prefix."""
     of_p, of_q = p.probability(drafts.tokens), drafts.probability()
-    u = _uniform(rows, position, drafts.tokens.shape[1])
-    accepted = jnp.zeros_like(position)
-    ratio = weight = jnp.ones(position.shape, jnp.float32)
+    accepted = jnp.zeros_like(drafts.kept)
+    ratio = weight = jnp.ones(accepted.shape, jnp.float32)
     drafted = drafts.tokens.shape[1]
     for i in range(1, drafted + 1):
         ratio = jnp.minimum(ratio * of_p[:, i - 1] / of_q[:, i - 1], 1.0)

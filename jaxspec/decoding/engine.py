@@ -163,7 +163,7 @@ class Engine:
     @property
     def compiled_programs(self) -> tuple[Key, ...]:
         """One tuple for each program compiled so far: its name and its sizes."""
-        return self._programs.keys
+        return tuple(self._programs.compiled)
 
     @property
     def programs(self) -> Programs:

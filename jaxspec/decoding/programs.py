@@ -93,11 +93,7 @@ class Programs:
         self._on_compile = on_compile
         self._kernels: Implementation | None = kernels
         self._warned = False
-        self._compiled: dict[Key, jax.stages.Compiled] = {}
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        return tuple(self._compiled)
+        self.compiled: dict[Key, jax.stages.Compiled] = {}
 
     def capacity(self, tokens: int) -> int:
         """S for rows of at most `tokens` tokens: a power of two, but no further than the model's longest sequence and the scratch slots
@@ -254,7 +250,7 @@ class Programs:
     def _program(
         self, key: Key, build: Callable[[], jax.stages.Wrapped], arguments: tuple[object, ...]
     ) -> jax.stages.Compiled:
-        program = self._compiled.get(key)
+        program = self.compiled.get(key)
         if program is None:
             if self._on_compile is not None:
                 self._on_compile(" ".join(map(str, key)))
@@ -262,7 +258,7 @@ class Programs:
             with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
                 program = compile_program(build, arguments, self._kernels, self._warn)
             self.compile_s += time.perf_counter() - start
-            self._compiled[key] = program
+            self.compiled[key] = program
             if self._on_compile is not None:
                 self._on_compile(None)
         return program

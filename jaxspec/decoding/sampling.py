@@ -8,16 +8,17 @@ one value a row [B].
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxspec.decoding.params import GREEDY_BELOW, SamplingParams
 from jaxspec.decoding.randomness import Purpose, draw_keys, seed_words, uniform
-from jaxspec.decoding.support import Reached, Support, find_support
+from jaxspec.decoding.support import Support, find_support
 from jaxspec.layers.argmax import argmax
 
 CHUNK = 128  # tokens of a vocabulary that are drawn among together
@@ -99,6 +100,10 @@ def penalize(logits: jax.Array, counts: TokenCounts, rows: SamplingRows) -> jax.
     return logits - _spread(rows.presence_penalty, logits) * (counts.output > 0).astype(jnp.float32)
 
 
+# Which slots bool [B, T] a result depends on, by supports [B, T] of which those behind the first that it names wrongly may hold nothing.
+Reached = Callable[[Support], jax.Array]
+
+
 def support_of(logits: jax.Array, rows: SamplingRows, reached: Reached | None = None) -> Support:
     """Temperature, min-p, top-k and top-p: the distributions that tokens are drawn from.
 
@@ -106,32 +111,55 @@ def support_of(logits: jax.Array, rows: SamplingRows, reached: Reached | None = 
     so that exactly top_k tokens stay, and top-p keeps the smallest set.
 
     Args:
-        logits: float32 [B, ..., V], penalties already applied.
+        logits: float32 [V, B, ...], the vocabulary first, penalties already applied.
         rows: parameters [B].
-        reached: as in `find_support`, of slots [B, ...].
+        reached: says of slots [B, T] which matter, once those before are known: a CPU goes from slot to slot, as far as any row comes.
+            The others may hold nothing.
 
     Returns:
         A support for each of the slots [B, ...].
     """
-    slots = logits.shape[:-1]
+    slots = logits.shape[1:]
     greedy = rows.temperature < GREEDY_BELOW
 
-    def each(values: jax.Array, of_greedy: int) -> jax.Array:
-        values = jnp.where(greedy, jnp.full_like(values, of_greedy), values)
-        return jnp.repeat(values, math.prod(slots[1:]), total_repeat_length=math.prod(slots))
+    def find(logits: jax.Array, wanted: jax.Array | None = None) -> Support:
+        """Of logits float32 [V, B, ...]."""
+        slots = logits.shape[1:]
 
-    filters = each(rows.temperature, 1), each(rows.top_k, 1), each(rows.top_p, 1), each(rows.min_p, 0)
+        def each(values: jax.Array, of_greedy: int) -> jax.Array:
+            values = jnp.where(greedy, jnp.full_like(values, of_greedy), values)
+            return jnp.repeat(values, math.prod(slots[1:]), total_repeat_length=math.prod(slots))
 
-    def in_rows(support: Support) -> Support:
-        return jax.tree.map(lambda leaf: leaf.reshape(slots), support)
+        filters = each(rows.temperature, 1), each(rows.top_k, 1), each(rows.top_p, 1), each(rows.min_p, 0)
+        found = find_support(logits.reshape(logits.shape[0], -1), *filters, wanted)
+        return jax.tree.map(lambda leaf: leaf.reshape(slots), found)
 
-    flat = None if reached is None else lambda support: reached(in_rows(support)).reshape(-1)
-    return in_rows(find_support(logits.reshape(-1, logits.shape[-1]).T, *filters, flat))
+    if reached is None:
+        return find(logits)
+
+    def as_reached(logits: jax.Array) -> Support:
+        def goes_on(found: tuple[jax.Array, Support]) -> jax.Array:
+            slot, support = found
+            return (slot < slots[1]) & jnp.any(_slot(reached(support), jnp.minimum(slot, slots[1] - 1)))
+
+        def next_slot(found: tuple[jax.Array, Support]) -> tuple[jax.Array, Support]:
+            slot, support = found
+            new = find(lax.optimization_barrier(_slot(logits, slot, 2)), _slot(reached(support), slot))
+            return slot + 1, jax.tree.map(lambda all_, one: all_.at[:, slot].set(one), support, new)
+
+        return lax.while_loop(goes_on, next_slot, (jnp.int32(0), Support.nothing(slots)))[1]
+
+    return lax.platform_dependent(logits, cpu=as_reached, default=find)
+
+
+def _slot(x: jax.Array, slot: jax.Array, axis: int = 1) -> jax.Array:
+    """One slot int32 of x [B, T], or of [V, B, T] along axis 2."""
+    return lax.dynamic_index_in_dim(x, slot, axis, keepdims=False)
 
 
 def filter_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Log-probabilities float32 [B, ..., V] of what `support_of` leaves of logits float32 [B, ..., V]; -inf for the rest."""
-    return support_of(logits, rows).log_probs(logits)
+    return support_of(jnp.moveaxis(logits, -1, 0), rows).log_probs(logits)
 
 
 def sample(

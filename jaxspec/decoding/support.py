@@ -8,7 +8,6 @@ left. Otherwise, and on other platforms, the last one left is searched bit by bi
 rounding of sums of probabilities.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LISTED = 128  # logits of a slot that are picked and sorted
+LISTED = 64  # logits of a slot that are picked and sorted
 LINE = 16  # neighbours that are picked together, by the largest of them
 
 
@@ -40,6 +39,12 @@ class Support:
     last: jax.Array
     log_mass: jax.Array
 
+    @classmethod
+    def nothing(cls, slots: tuple[int, ...]) -> "Support":
+        """Slots in which no token is left."""
+        zero = jnp.zeros(slots, jnp.float32)
+        return cls(zero, zero + 1, zero + jnp.inf, jnp.full(slots, -1, jnp.int32), zero)
+
     def log_probs(self, logits: jax.Array) -> jax.Array:
         """The slots' logits float32 [..., V] -> log-probabilities float32 [..., V], -inf outside the support."""
         ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -49,10 +54,6 @@ class Support:
         """Of one token a slot: its logit float32 [...] and its id int32 [...] -> float32 [...]."""
         left = (logits > self.cut) | ((logits == self.cut) & (ids <= self.last))
         return jnp.where(left, (logits - self.peak) / self.temperature - self.log_mass, -jnp.inf)
-
-
-# Which of M slots a result depends on, bool [M], by supports of which some may hold too little: right if those that it names don't.
-Reached = Callable[[Support], jax.Array]
 
 
 class Edge(NamedTuple):
@@ -101,7 +102,7 @@ def find_support(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    reached: Reached | None = None,
+    wanted: jax.Array | None = None,
 ) -> Support:
     """What temperature, min-p, top-k and top-p leave, in this order.
 
@@ -111,7 +112,7 @@ def find_support(
         top_k: int32 [M], <= 0: off.
         top_p: float32 [M], 1: off.
         min_p: float32 [M], 0: off.
-        reached: which supports matter; None: all. The others may hold too little.
+        wanted: bool [M], which supports matter; None: all. The others may hold too little.
 
     Returns:
         M supports.
@@ -122,30 +123,25 @@ def find_support(
     start = replace(start, edge=edge._replace(mass=jnp.sum(start.weights(logits), axis=0)))
 
     def narrow(start: Narrowing) -> Edge:
-        return lax.platform_dependent(start, cpu=partial(pick_then_search, reached=reached), default=search)
+        return lax.platform_dependent(start, cpu=partial(pick_then_search, wanted=wanted), default=search)
 
     narrowed = jnp.any((top_k > 0) | (top_p < 1))
     return start.ending_at(lax.cond(narrowed, narrow, lambda start: start.edge, start))
 
 
-def pick_then_search(start: Narrowing, reached: Reached | None = None) -> Edge:
-    """What the largest logits show; where they don't suffice, a search. Slots are searched one by one, since a slot fits in a CPU's cache,
-    and only if what is known so far reaches them."""
+def pick_then_search(start: Narrowing, wanted: jax.Array | None = None) -> Edge:
+    """What the largest logits show; where they don't suffice, a search, one slot at a time, since a slot fits in a CPU's cache."""
+    picked, enough = pick(start)
 
-    def missing(edge: Edge, enough: jax.Array) -> jax.Array:
-        return ~enough if reached is None else ~enough & reached(start.ending_at(edge))
-
-    def search_one(found: tuple[Edge, jax.Array, jax.Array]) -> tuple[Edge, jax.Array, jax.Array]:
-        edge, enough, wanted = found
-        slot = lax.argmax(wanted, 0, jnp.int32)
+    def search_one(found: tuple[Edge, jax.Array]) -> tuple[Edge, jax.Array]:
+        edge, missing = found
+        slot = lax.argmax(missing, 0, jnp.int32)
         one = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, slot, 1, axis=leaf.ndim - 1), start)
         edge = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, slot, 0), edge, search(one))
-        enough = lax.dynamic_update_slice_in_dim(enough, jnp.ones(1, jnp.bool_), slot, 0)
-        return edge, enough, missing(edge, enough)
+        return edge, lax.dynamic_update_slice_in_dim(missing, jnp.zeros(1, jnp.bool_), slot, 0)
 
-    picked, enough = pick(start)
-    found = lax.while_loop(lambda found: jnp.any(found[2]), search_one, (picked, enough, missing(picked, enough)))
-    return found[0]
+    missing = ~enough if wanted is None else ~enough & wanted
+    return lax.while_loop(lambda found: jnp.any(found[1]), search_one, (picked, missing))[0]
 
 
 def pick(start: Narrowing) -> tuple[Edge, jax.Array]:

@@ -53,11 +53,8 @@ class Split:
 
 def measure_split(engine: Engine, results: Sequence[Result], params: SamplingParams) -> Split:
     """Measure it half-way through the answers of one batch of results."""
-    prompts = [[*result.prompt_ids, *result.token_ids[: len(result.token_ids) // 2]] for result in results]
-    # The answers' room is kept, so that the caches have the size they had.
-    left = max(1, params.max_new_tokens - min(len(result.token_ids) // 2 for result in results))
-    state, requests = engine.start(prompts, replace(params, max_new_tokens=left))
-    parts: dict[str, Step] = {"draft": _draft, "draft and verify": _verify, "cycle": _cycle}
+    state, requests = half_way(engine, results, params)
+    parts: dict[str, Step] = {"draft": _draft, "draft and verify": _verify, "cycle": whole_cycle}
     if engine.programs.drafter_config is None:
         del parts["draft"]
     repeats, seconds = {}, {name: [] for name in parts}
@@ -70,9 +67,20 @@ def measure_split(engine: Engine, results: Sequence[Result], params: SamplingPar
             state, spent = _timed(engine, name, step, state, requests, repeats[name])
             seconds[name].append(spent / repeats[name])
     ms = {name: 1000 * min(spent) for name, spent in seconds.items()}  # whatever else runs on the machine only adds
-    length = round(statistics.mean(map(len, prompts)))
+    length = round(statistics.mean(map(len, _first_halves(results))))
     draft_ms = ms.get("draft", 0.0)
     return Split(length, draft_ms, ms["draft and verify"] - draft_ms, ms["cycle"] - ms["draft and verify"])
+
+
+def half_way(engine: Engine, results: Sequence[Result], params: SamplingParams) -> tuple[DecodeState, Requests]:
+    """The state half-way through the answers of one batch of results."""
+    # The answers' room is kept, so that the caches have the size they had.
+    left = max(1, params.max_new_tokens - min(len(result.token_ids) // 2 for result in results))
+    return engine.start(_first_halves(results), replace(params, max_new_tokens=left))
+
+
+def _first_halves(results: Sequence[Result]) -> list[list[int]]:
+    return [[*result.prompt_ids, *result.token_ids[: len(result.token_ids) // 2]] for result in results]
 
 
 def _timed(
@@ -103,9 +111,10 @@ def _verify(
     return _back(state, after, first == jnp.inf, features)
 
 
-def _cycle(
+def whole_cycle(
     decoder: Decoder, drafter: Drafter | None, state: DecodeState, requests: Requests, plan: Plan
 ) -> DecodeState:
+    """One cycle, and back to where it began."""
     after, record = cycle(decoder, drafter, state, requests, plan)
     features = None if after.draft is None else after.draft.context.features
     return _back(state, after, jnp.min(record.tokens, axis=1) < -1, features)
