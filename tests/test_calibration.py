@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from jitted import quick_programs
-from test_training import command, refused
 from tiny_drafters import OWN, block, spark
 from tiny_drafters import write as write_drafter
 from tiny_training import workspace
+from trainer_run import command, refused
 
 import jaxspec
 from jaxspec.checkpoint.drafters import export

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_run import GOLDENS, ROOT, write_drafter
-from test_training import checkpoint, command, last_step, process, trained, wait_for
 from test_training_mesh import CLOSE, even
 from tiny import write_model
 from tiny_training import workspace
+from trainer_run import checkpoint, command, last_step, process, trained, wait_for
 
 from jaxspec import distributed, generate, train
 from jaxspec.cli import run

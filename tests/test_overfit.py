@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from jitted import quick_programs
-from test_training import command
 from tiny_training import workspace
+from trainer_run import command
 
 import jaxspec
 
