@@ -1,6 +1,7 @@
 """What the compiled gradient of a block drafter's loss holds on the way: XLA's temporaries. Nothing runs."""
 
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jitted import QUICK_COMPILE
 
 from jaxspec.checkpoint.drafters.load import abstract_drafter
 from jaxspec.drafters.config import BlockConfig
+from jaxspec.training import attention
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.objectives.base import Target, loss_of
 from jaxspec.training.objectives.block import BlockObjective
@@ -19,8 +21,13 @@ ANCHORS, SLOTS, CONTEXT = 128, 8, 1024
 
 
 @cache
-def temporaries(anchors: int, slots: int, context: int, size: int | None) -> int:
-    """Bytes of a DFlash drafter's loss and gradient over one row of `context` tokens; `size`: anchors at a time."""
+def temporaries(anchors: int, slots: int, context: int, size: int | None, skips: bool = False) -> int:
+    """Bytes of a DFlash drafter's loss and gradient over one row of `context` tokens; `size`: anchors at a time; `skips`: as on a CPU."""
+    with mock.patch.object(attention, "skips", lambda: skips):
+        return _temporaries(anchors, slots, context, size)
+
+
+def _temporaries(anchors: int, slots: int, context: int, size: int | None) -> int:
     layer = tiny.layers(1)[0]
     config = tiny.block("dflash", layers=(layer,), block=BlockConfig(slots, False), draft_vocab_size=tiny.VD)
     objective = BlockObjective(slots, False, anchors, {"kl": 1.0}, "fixed", chunk=size, scored=size)
@@ -58,3 +65,11 @@ def test_memory_grows_with_anchors_times_slots_times_context_and_block(twice: st
 def test_parts_hold_a_fraction_of_it() -> None:
     """By default so many anchors are worked on at a time that their scores and logits don't add up."""
     assert temporaries(2 * ANCHORS, SLOTS, CONTEXT, None) < 0.3 * temporaries(2 * ANCHORS, SLOTS, CONTEXT, 2 * ANCHORS)
+
+
+def test_tiles_of_the_context_hold_less_and_do_not_grow_with_it() -> None:
+    """A CPU holds the scores of one tile of the context."""
+    all_of_it = temporaries(ANCHORS, SLOTS, CONTEXT, 2 * ANCHORS)
+    tiles = temporaries(ANCHORS, SLOTS, CONTEXT, 2 * ANCHORS, skips=True)
+    assert tiles < 0.3 * all_of_it
+    assert temporaries(ANCHORS, SLOTS, 2 * CONTEXT, 2 * ANCHORS, skips=True) < 1.2 * tiles

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxspec.layers.argmax import argmax
 from jaxspec.layers.linear import project
 from jaxspec.layers.norm import rms_normalize
 from jaxspec.training.batch import Batch, Features
@@ -150,4 +151,4 @@ def expected(target: Target, tokens: jax.Array, logits: jax.Array | None, labels
     """Draft ids int32 [...] that count as right: of the data's tokens, or the most likely by the verifier's logits [..., Vd]."""
     if labels == "data" or logits is None:
         return target.labels(tokens)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return argmax(logits)

@@ -11,6 +11,7 @@ from jaxspec.config import AttentionConfig
 from jaxspec.drafters.base import greedy
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark
+from jaxspec.layers.argmax import argmax
 from jaxspec.layers.decoder_layer import DecoderLayer
 from jaxspec.training import losses
 from jaxspec.training.anchors import choose_anchors
@@ -25,7 +26,7 @@ from jaxspec.training.objectives.base import (
     same_document,
     take,
 )
-from jaxspec.training.parts import in_parts
+from jaxspec.training.parts import in_parts, sums_in_parts
 
 Decay = Literal["fixed", "dpace", "none"]
 
@@ -107,11 +108,11 @@ class BlockObjective:
         counts = self.counts(batch, choices)[..., self.first :]
         hidden = self.denoise(drafter, batch, features, choices)
 
-        def score(hidden: jax.Array, anchors: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def score(hidden: jax.Array, anchors: jax.Array, counts: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
             return self.score(drafter, target, batch, features, hidden, anchors, counts)
 
-        sums, right = in_parts(score, (hidden, choices, counts), self.scored, self._logits(drafter, batch))
-        return jnp.sum(sums, axis=(0, 1)), Metrics.of(right, counts)
+        sums, right = sums_in_parts(score, (hidden, choices, counts), self.scored, self._logits(drafter, batch))
+        return jnp.stack(sums), Metrics.of(right, counts)
 
     def score(
         self,
@@ -122,9 +123,9 @@ class BlockObjective:
         hidden: jax.Array,
         anchors: jax.Array,
         counts: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Of blocks at anchors int32 [B, A] with hidden [B, A, size, D] and slots that count bool [B, A, S]: what each adds to the sums,
-        float32 [B, A, terms], and which of its drafts are right, bool [B, A, S]."""
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Of blocks at anchors int32 [B, A] with hidden [B, A, size, D] and slots that count bool [B, A, S]: what each adds to the sum of
+        each term, float32 [B, A], and which of its drafts are right, bool [B, A, S]."""
         source, label = (index[..., self.first :] for index in self.indices(anchors))
         logits, confidence = self.heads(drafter, batch, hidden, anchors)
         wanted = target.logits(take(features.last, source))  # [B, A, S, Vd]
@@ -150,15 +151,15 @@ class BlockObjective:
             accept = jax.lax.stop_gradient(losses.acceptance(logits, wanted))
             element = -accept * jax.nn.log_sigmoid(confidence) - (1 - accept) * jax.nn.log_sigmoid(-confidence)
             sums.append(self.confidence * jnp.sum(jnp.where(counts, element * weight, 0.0), axis=-1))
-        right = jnp.argmax(logits, axis=-1) == expected(target, tokens, wanted, self.labels)
-        return jnp.stack(sums, axis=-1), right
+        right = argmax(logits) == expected(target, tokens, wanted, self.labels)
+        return tuple(sums), right
 
     def accepts(self, drafter: DFlash, batch: Batch, features: Features, anchors: jax.Array) -> jax.Array:
         """See `Objective`."""
         _, label = (index[..., self.first :] for index in self.indices(anchors))
 
         def drafted(hidden: jax.Array, anchors: jax.Array) -> jax.Array:
-            return jnp.argmax(self.heads(drafter, batch, hidden, anchors)[0], axis=-1).astype(jnp.int32)
+            return argmax(self.heads(drafter, batch, hidden, anchors)[0])
 
         hidden = self.denoise(drafter, batch, features, anchors)
         drafts = in_parts(drafted, (hidden, anchors), self.scored, self._logits(drafter, batch))

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from jaxspec.config import AttentionConfig
 from jaxspec.drafters.eagle3 import Eagle3, FirstLayer
+from jaxspec.layers.argmax import argmax
 from jaxspec.layers.decoder_layer import DecoderLayer
 from jaxspec.training import losses
 from jaxspec.training.attention import Span, two_part_attention
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.objectives.base import Metrics, Target, document_start, same_document, take
-from jaxspec.training.parts import in_parts
+from jaxspec.training.parts import in_parts, sums_in_parts
 
 # Keys and values [B, T, K, H] of one pass, for each layer.
 Pass = list[tuple[jax.Array, jax.Array]]
@@ -63,15 +64,20 @@ class Eagle3Objective:
         wanted = target.logits(features.last)  # [B, T, Vd], of the token after each
         sums, right, counted = [], [], []
 
-        def score(stream: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits, here = drafter.logits_of(stream), take(wanted, rows)
-            element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, here)
-            return element, jnp.argmax(logits, axis=-1) == jnp.argmax(here, axis=-1)
+        def score(stream: jax.Array, counts: jax.Array, wanted: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+            logits = drafter.logits_of(stream)
+            element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, wanted)
+            return (jnp.where(counts, element, 0.0),), argmax(logits) == argmax(wanted)
 
         for step, stream in enumerate(self.passes(drafter, batch, features, self.steps)):
             counts = self.counts(batch, step)
-            element, same = in_parts(score, (stream, _rows(batch) + 1 + step), self.scored, _logits(drafter, batch))
-            sums.append(self.step_decay**step * jnp.sum(jnp.where(counts, element, 0.0)))
+            wanted = jnp.roll(
+                wanted, -1, axis=1
+            )  # of the token behind the predicted one; what comes round doesn't count
+            (total,), same = sums_in_parts(
+                score, (stream, counts), self.scored, _logits(drafter, batch), constants=(wanted,)
+            )
+            sums.append(self.step_decay**step * total)
             right.append(same)
             counted.append(counts)
         return jnp.stack(sums), Metrics.of(jnp.stack(right, axis=-1), jnp.stack(counted, axis=-1))
@@ -81,7 +87,7 @@ class Eagle3Objective:
         row = _rows(batch)
 
         def greedy(stream: jax.Array) -> jax.Array:
-            return jnp.argmax(drafter.logits_of(stream), axis=-1).astype(jnp.int32)
+            return argmax(drafter.logits_of(stream))
 
         right = []
         for step, stream in enumerate(self.passes(drafter, batch, features, self.steps)):

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.eagle3 import FirstLayer
 from jaxspec.drafters.peagle import PEagle
+from jaxspec.layers.argmax import argmax
 from jaxspec.training import losses
 from jaxspec.training.anchors import Chains, chains_at, choose_chains
 from jaxspec.training.attention import two_part_attention
 from jaxspec.training.batch import Batch, Features
 from jaxspec.training.objectives.base import Metrics, Target, same_document, take
 from jaxspec.training.objectives.eagle3 import pair_span, stack_own
-from jaxspec.training.parts import in_parts
+from jaxspec.training.parts import sums_in_parts
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,15 @@ class PEagleObjective:
         counts = jnp.concatenate([counted for _, counted in groups], axis=1)
         streams = self.streams(drafter, batch, features, choices.anchors, [r for r, _ in groups])
 
-        def score(streams: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def score(streams: jax.Array, rows: jax.Array, counts: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
             logits = drafter.logits_of(streams)
             wanted = target.logits(take(features.last, rows + 1))
             element = losses.mixture_loss(self.mixture or {"kl": 1.0}, logits, wanted)
-            return element, jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)
+            return (jnp.where(counts, element, 0.0),), argmax(logits) == argmax(wanted)
 
         logits = batch.tokens.shape[0] * drafter.config.draft_vocab_size  # of one pair in every row
-        element, right = in_parts(score, (streams, rows), self.scored, logits)
-        right = right & counts
-        return jnp.stack([jnp.sum(jnp.where(counts, element, 0.0))]), self._metrics(groups, right, choices)
+        sums, right = sums_in_parts(score, (streams, rows, counts), self.scored, logits)
+        return jnp.stack(sums), self._metrics(groups, right & counts, choices)
 
     def _metrics(self, groups: list[tuple[jax.Array, jax.Array]], right: jax.Array, chains: Chains) -> Metrics:
         """Acceptance of draft k + 1 at chance level of its depth: each depth has its own chains, so the prefix of a chain is looked up
@@ -111,7 +111,7 @@ class PEagleObjective:
         parts[0] = take(parts[0], first)
         right = []
         for depth, part in enumerate(parts):
-            drafts = drafter.vocabulary.to_verifier(jnp.argmax(drafter.logits_of(part), axis=-1).astype(jnp.int32))
+            drafts = drafter.vocabulary.to_verifier(argmax(drafter.logits_of(part)))
             label = anchors + depth + 1
             right.append((drafts == take(batch.tokens, label)) & same_document(batch, first, label))
         return jnp.stack(right, axis=-1)
