@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 TILE = 128  # positions of the context
-QUERIES = 128  # slots of a chunk
+QUERIES = 64  # slots of a chunk
 
 Arrays = tuple[jax.Array, ...]
 
