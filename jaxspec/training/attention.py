@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.training.context_attention import context_attention
+from jaxspec.training.context_attention import capped, context_attention, product
 from jaxspec.training.parts import in_parts
 
 
@@ -92,7 +92,7 @@ def _with_own(
     of_context, of_own = jnp.exp(context - top), jnp.exp(scores - top[..., None])
     total = of_context + jnp.sum(of_own, axis=-1)
     out = of_context[..., None] * attended.reshape(*grouped, q.shape[-1])
-    out = out + _product("baskgj,bajkh->baskgh", of_own.astype(v.dtype), v)
+    out = out + product("baskgj,bajkh->baskgh", of_own.astype(v.dtype), v)
     return (out / jnp.where(total > 0, total, 1.0)[..., None]).reshape(q.shape).astype(q.dtype)
 
 
@@ -111,7 +111,7 @@ def _attend(
     grouped = q.reshape(batch, blocks, slots, kv_heads, heads // kv_heads, width)
     at = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None]
     seen = (at >= span.first[..., None]) & (at < span.stop[..., None])  # [B, A, S, T]
-    scores = _capped(_product("baskgh,btkh->bkgast", grouped, k), scale, softcap)
+    scores = capped(product("baskgh,btkh->bkgast", grouped, k), scale, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     if own is not None:
         block = _own_scores(grouped, own[0], own_mask, scale, softcap)
@@ -120,22 +120,13 @@ def _attend(
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total > 0, total, 1.0)).astype(v.dtype)
-    out = _product("bkgast,btkh->baskgh", weights[..., : k.shape[1]], v)
+    out = product("bkgast,btkh->baskgh", weights[..., : k.shape[1]], v)
     if own is not None:
-        out = out + _product("bkgasj,bajkh->baskgh", weights[..., k.shape[1] :], own[1])
+        out = out + product("bkgasj,bajkh->baskgh", weights[..., k.shape[1] :], own[1])
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def _own_scores(q: jax.Array, k: jax.Array, mask: jax.Array | None, scale: float, softcap: float | None) -> jax.Array:
     """q [B, A, S, K, G, H], k [B, A, J, K, H], mask bool [S, J] -> float32 [B, A, S, K, G, J]."""
-    scores = _capped(_product("baskgh,bajkh->baskgj", q, k), scale, softcap)
+    scores = capped(product("baskgh,bajkh->baskgj", q, k), scale, softcap)
     return scores if mask is None else jnp.where(mask[None, None, :, None, None], scores, -jnp.inf)
-
-
-def _capped(scores: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    return scores * scale if softcap is None else softcap * jnp.tanh(scores * scale / softcap)
-
-
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -7,7 +7,7 @@ first tile in sight to its last one, which only the run time knows. One chunk of
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +66,9 @@ def context_attention(
     return out, log_total
 
 
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    stop: jax.Array,
-    scale: float,
-    softcap: float | None,
-    blocks: int | None,
-) -> tuple[Arrays, Arrays]:
+def _forward(*given: Any) -> tuple[Arrays, Arrays]:
+    """What `context_attention` takes -> its result, and what the way back needs."""
+    q, k, v, first, stop, scale, softcap, blocks = given
     order = _order(first, stop)
     rows, joined = _cut(q, k, v, first, stop, blocks, order)
 
@@ -87,7 +80,7 @@ def _forward(
             safe = jnp.where(jnp.isfinite(higher), higher, 0.0)
             weights = jnp.exp(scores - safe[..., None])
             fade = jnp.exp(top - safe)
-            added = _product("kgmt,kth->kgmh", weights.astype(v.dtype), _tile(row.v, index))
+            added = product("kgmt,kth->kgmh", weights.astype(v.dtype), _tile(row.v, index))
             return higher, total * fade + jnp.sum(weights, axis=-1), out * fade[..., None] + added
 
         zero = jnp.zeros(row.q.shape[:-1], jnp.float32)
@@ -131,14 +124,14 @@ def _backward(
                 dq, dk, dv = carry
                 scores = _scores(here, index, scale, softcap)
                 weights = jnp.exp(scores - log_total[..., None])
-                d_scores = weights * (_product("kgmh,kth->kgmt", d_out, _tile(here.v, index)) - mean[..., None])
+                d_scores = weights * (product("kgmh,kth->kgmt", d_out, _tile(here.v, index)) - mean[..., None])
                 if softcap is not None:
                     slope = 1 - (jnp.where(jnp.isfinite(scores), scores, 0.0) / softcap) ** 2
                     d_scores = d_scores * slope
                 d_scores = (d_scores * scale).astype(q.dtype)
-                dq = dq + _product("kgmt,kth->kgmh", d_scores, _tile(here.k, index))
-                dk = _add(dk, index, _product("kgmt,kgmh->kth", d_scores, here.q))
-                return dq, dk, _add(dv, index, _product("kgmt,kgmh->kth", weights.astype(v.dtype), d_out))
+                dq = dq + product("kgmt,kth->kgmh", d_scores, _tile(here.k, index))
+                dk = _add(dk, index, product("kgmt,kgmh->kth", d_scores, here.q))
+                return dq, dk, _add(dv, index, product("kgmt,kgmh->kth", weights.astype(v.dtype), d_out))
 
             zero = jnp.zeros(here.q.shape, jnp.float32)
             dq, dk, dv = lax.fori_loop(here.low, here.high, tile, (zero, *carry))
@@ -164,15 +157,19 @@ context_attention.defvjp(_forward, _backward)
 
 def _scores(row: _Rows, tile: jax.Array, scale: float, softcap: float | None) -> jax.Array:
     """Of a chunk with a tile of the context, -inf out of sight: float32 [K, G, M, TILE]."""
-    scores = _product("kgmh,kth->kgmt", row.q, _tile(row.k, tile)) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = capped(product("kgmh,kth->kgmt", row.q, _tile(row.k, tile)), scale, softcap)
     at = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)[None]
     seen = (at >= row.first[:, None]) & (at < row.stop[:, None])
     return jnp.where(seen[None, None], scores, -jnp.inf)
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def capped(scores: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """Scores of any shape, scaled and capped."""
+    return scores * scale if softcap is None else softcap * jnp.tanh(scores * scale / softcap)
+
+
+def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum in float32: of float32 in full, of bfloat16 with sums in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
