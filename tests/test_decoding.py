@@ -455,3 +455,22 @@ def test_an_unwritable_cache_of_programs_is_a_warning_given_once(tmp_path, monke
         jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.enable()
     assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(-1, 4 * 1024**3), (1000, 1000)])
+def test_the_cache_of_programs_is_limited_as_the_user_says(tmp_path, monkeypatch, limit, kept):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update(names[0], None)
+    jax.config.update(names[1], limit)
+    try:
+        compilation_cache.enable()
+        assert jax.config.values[names[0]] == str(tmp_path / "xla") and jax.config.values[names[1]] == kept
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

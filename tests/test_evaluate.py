@@ -404,6 +404,10 @@ def test_bad_prompts_are_one_line(folder, capsys, argv, wanted):
             ["--drafter", "{}/stranger"],
             "--drafter {0}/stranger: {0}/stranger: this drafter is for a verifier of 300 tokens",
         ),
+        (
+            ["--drafter", "{}/flash", "--speculative-config", '{{"revision": "main"}}'],
+            "--drafter {0}/flash: {0}/flash: is local and has no revision 'main'",
+        ),
         (["--num-speculative-tokens", "3"], "--num-speculative-tokens needs --drafter"),
         (["--doctor"], "--doctor needs --drafter"),
         (["--doctor", "--check-lossless"], "not allowed with"),

@@ -117,7 +117,9 @@ def load_models(
     loaded = []
     for drafter in drafters:
         try:
-            loaded.append((drafter, load_drafter(drafter, verifier=verifier, dtype=dtype, mesh=devices)))
+            loaded.append(
+                (drafter, load_drafter(drafter, verifier=verifier, dtype=dtype, revision=asked.revision, mesh=devices))
+            )
         except InputError as error:
             raise InputError(f"--drafter {drafter}: {error}") from error
     tokenizer = load_tokenizer(verifier.tokenizer_source)

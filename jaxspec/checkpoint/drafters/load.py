@@ -169,7 +169,7 @@ def open_drafter(
     path_or_id: also the name of one of the demo model's (`demo.drafter`). verifier_layers: the verifier's L, needed for drafters that
     name no tap layers. Raises InputError for everything that is wrong.
     """
-    path = demo.drafter(path_or_id) or resolve(path_or_id, revision)
+    path = resolve(demo.drafter(path_or_id) or path_or_id, revision)
     if path.is_file():
         raise InputError(f"{path}: a drafter is a directory or a hub id, not a .gguf file")
     if is_orbax(path):
