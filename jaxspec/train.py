@@ -12,6 +12,7 @@ from jaxspec.cli import Parser, leave, run
 from jaxspec.errors import InputError
 
 if TYPE_CHECKING:
+    from jaxspec.training.finish import Exported
     from jaxspec.training.recipe import Recipe
 
 NAME = "jaxspec.train"
@@ -38,8 +39,6 @@ def main(argv: list[str]) -> None:
 
     recipe = read_recipe(Path(args.config), [*args.set, *_mesh(args.mesh)])
     distributed.agree(args, recipe=recipe)
-    if args.fresh:
-        distributed.by_first(lambda: _remove(Path(recipe.run.output).expanduser()))
     if args.write_answers:
         _write_answers(recipe)
     elif args.write_features:
@@ -104,25 +103,31 @@ def _train(recipe: "Recipe", args: Namespace) -> None:
     from jaxspec.training.trainer import Trainer
 
     mesh = None if args.export else make_mesh(recipe.mesh)  # first, as it is quickly refused
-    setup = set_up(recipe, _say)
+    setup = set_up(recipe, _say, fresh=args.fresh)
     if mesh is None:
         from jaxspec.training.finish import export_run
 
-        step, drafter = export_run(setup, _say)
-        _say(f"the drafter of step {step}:")
-        print(drafter)
+        made = export_run(setup, _say)
+        _say(f"the drafter of step {made.step}{_on_held_out(made)}:")
+        print(made.path)
         return
     distributed.agree(args, run=setup.identity(), documents=digest_of(setup.documents.all))
     trainer = Trainer(setup, mesh, _say)
     if args.dry_run:
         trainer.describe()
         return
+    if args.fresh:  # last, when nothing but the directory itself can be wrong
+        distributed.by_first(lambda: _remove(Path(recipe.run.output).expanduser()))
     outcome = trainer.run(args.resume)
-    if outcome.drafter is not None:
-        best = "" if outcome.best is None else f", acceptance length {outcome.best:.3f} on held-out documents"
-        _say(f"finished after {outcome.step} steps{best}")
+    if outcome.exported is not None:
+        of = "" if outcome.exported.step == outcome.step else f"; the drafter is that of step {outcome.exported.step}"
+        _say(f"finished after {outcome.step} steps{of}{_on_held_out(outcome.exported)}")
         if distributed.first():
-            print(outcome.drafter)
+            print(outcome.exported.path)
+
+
+def _on_held_out(made: "Exported") -> str:
+    return "" if made.acceptance is None else f", acceptance length {made.acceptance:.3f} on held-out documents"
 
 
 def _write_features(recipe: "Recipe") -> None:
@@ -157,7 +162,7 @@ def _remove(output: Path) -> None:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise InputError(f"--fresh: {path}: cannot be removed: {error.strerror}") from error
+            raise InputError(f"--fresh: {path}: cannot be removed: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

@@ -198,6 +198,11 @@ def test_a_file_with_answers_to_other_questions_is_refused(engine, tmp_path):
     output.write_text('{"text": "no answer"}\n')
     with pytest.raises(InputError, match=r"answers\.jsonl:1 is no answer"):
         write_answers(engine, QUESTIONS, output, **SAMPLED)
+    for content in ('{"keep": "me"}', "notes", '{"index": [0], "prompt_ids": [1]}\n'):
+        output.write_text(content)
+        with pytest.raises(InputError, match=r"answers\.jsonl:1 is no answer"):
+            write_answers(engine, QUESTIONS, output, **SAMPLED)
+        assert output.read_text() == content
 
 
 def test_a_file_made_in_another_way_is_refused(engine, tmp_path):

@@ -185,4 +185,9 @@ def test_what_cannot_be_calibrated_is_one_line(trained: Path, tmp_path: Path, ca
     alone = ("--set", "data.validation=[]", "--set", "data.validation_share=0")
     assert "0 documents are held out" in refused(capsys, "--config", recipe, "--calibrate", drafter, *alone)
     assert "leave one of them out" in refused(capsys, "--config", recipe, "--calibrate", drafter, "--fresh")
+    features = f"data.features={tmp_path / 'features'}"
+    first = ("--set", "data.limit=3", "--set", "data.validation=[]", "--set", "data.validation_share=0")
+    assert command("--config", recipe, "--write-features", "--set", features, *first) == 0
+    said = refused(capsys, "--config", recipe, "--calibrate", drafter, "--set", features)
+    assert "lacks 5 of 8 samples" in said and "--write-features adds them" in said
     assert drafter.is_dir()

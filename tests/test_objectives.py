@@ -17,12 +17,15 @@ from jaxspec.drafters.base import Context, attention_layers
 from jaxspec.drafters.build import build_drafter
 from jaxspec.drafters.config import BlockConfig, ConfidenceConfig, DrafterConfig, EagleConfig, MarkovConfig
 from jaxspec.layers.cache import KVCache
+from jaxspec.training import losses
 from jaxspec.training.anchors import chains_at, choose_anchors, choose_chains
 from jaxspec.training.batch import Batch, Features
-from jaxspec.training.objectives.base import Metrics, Target, loss_of, take
+from jaxspec.training.objective_of import plan_objective
+from jaxspec.training.objectives.base import Metrics, Target, take, terms_of
 from jaxspec.training.objectives.block import BlockObjective
 from jaxspec.training.objectives.eagle3 import Eagle3Objective
 from jaxspec.training.objectives.peagle import PEagleObjective
+from jaxspec.training.recipe import ObjectiveRecipe
 
 V, D, WIDTH = tiny.V, tiny.D, 2 * tiny.D
 LENGTHS = ((13, 9), (20,))  # documents of each row
@@ -180,7 +183,7 @@ def gradient_program(name: str, chunk: int | None) -> Callable[[Batch, Features,
 
     def of(state: nnx.State, batch: Batch, features: Features, choices: Any) -> tuple[jax.Array, Metrics]:
         sums, metrics = objective.sums(nnx.merge(graphdef, state), target(), batch, features, choices)
-        return loss_of(sums, objective.weights(batch, choices)), metrics
+        return jnp.sum(terms_of(sums, objective.weights(batch, choices))), metrics
 
     program = jax.jit(jax.value_and_grad(of, has_aux=True, allow_int=True), compiler_options=QUICK_COMPILE)
     return partial(program, state)
@@ -272,3 +275,32 @@ def test_chains_are_nested_and_stay_in_their_document() -> None:
                     assert mask[row, anchor + depth + 1]
         deepest = max(deepest, chains.lengths.max())
     assert deepest == 3
+
+
+@pytest.mark.parametrize("labels", ["verifier", "data"])
+def test_dpace_is_of_the_cross_entropy_whatever_the_losses(labels: Any) -> None:
+    """And a label that the draft vocabulary lacks is never drafted: nothing hangs on the slots behind it."""
+    drafter, (batch, features) = module(CASES["dflash"]), packed()
+    objective = BlockObjective(6, False, 5, {"kl": 1.0}, "dpace", labels=labels)
+    half = target()
+    if labels == "data":
+        half = replace(half, draft_ids=jnp.where(jnp.arange(V) % 2 == 0, jnp.arange(V, dtype=jnp.int32), -1))
+    choices = objective.choose(jax.random.key(0), batch)
+    sums, _ = objective.sums(drafter, half, batch, features, choices)
+    source, label = (index[..., 1:] for index in objective.indices(choices))
+    logits, _ = objective.heads(drafter, batch, objective.denoise(drafter, batch, features, choices), choices)
+    wanted, counts = half.logits(take(features.last, source)), objective.counts(batch, choices)[..., 1:]
+    ids = half.labels(take(batch.tokens, label))
+    if labels == "data":
+        assert (counts & (ids < 0)).any() and (counts & (ids >= 0)).any()
+        ce = jnp.where(ids < 0, jnp.inf, losses.ce_on_labels(logits, ids))
+    else:
+        ce = losses.position_loss("ce", logits, wanted)
+    want = jnp.where(counts, losses.position_loss("kl", logits, wanted) * losses.dpace(ce, counts, 0.5), 0.0)
+    np.testing.assert_allclose(sums[0], jnp.sum(want), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("decay", "divisor"), [("fixed", "weights"), ("dpace", "slots"), ("none", "slots")])
+def test_the_datas_labels_are_divided_by_what_they_were_weighed_with(decay: Any, divisor: str) -> None:
+    made = plan_objective(ObjectiveRecipe(labels="data", decay=decay), CASES["dflash"], 64).objective
+    assert isinstance(made, BlockObjective) and made.normalise == divisor

@@ -84,6 +84,7 @@ def test_a_number_without_a_point_before_its_exponent_is_a_number(tmp_path: Path
         ("optimizer.lr=0", ("optimizer.lr is 0.0", "more than 0")),
         ("optimizer.lr=.nan", ("optimizer.lr is nan", "more than 0")),
         ("data.rows=0", ("data.rows is 0", "at least 1")),
+        ("run.seed=4294967296", ("run.seed is 4294967296", "0 to 4294967295")),
         ("data.rows=2.5", ("data.rows is 2.5", "a whole number")),
         ("data.pack=1", ("data.pack is 1", "true or false")),
         ("data.train=a.jsonl", ("data.train is 'a.jsonl'", "a list")),
@@ -136,3 +137,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 )
 def test_the_recipes_that_ship_are_readable(path: Path):
     read_recipe(path)
+
+
+def test_sections_may_be_merged_and_set_again(tmp_path: Path):
+    made = read(tmp_path, SMALLEST.replace("{steps: 10}", "{<<: {steps: 9, lr: 1e-3}, steps: 10}")).optimizer
+    assert (made.steps, made.lr) == (10, 1e-3)
+    twice = SMALLEST.replace("{steps: 10}", "{<<: {steps: 9}, lr: 1e-3, lr: 1e-4}")
+    assert "lr is there twice" in refusal(tmp_path, twice)

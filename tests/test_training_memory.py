@@ -14,7 +14,7 @@ from jaxspec.checkpoint.drafters.load import abstract_drafter
 from jaxspec.drafters.config import BlockConfig
 from jaxspec.training import attention
 from jaxspec.training.batch import Batch, Features
-from jaxspec.training.objectives.base import Target, loss_of
+from jaxspec.training.objectives.base import Target, terms_of
 from jaxspec.training.objectives.block import BlockObjective
 
 ANCHORS, SLOTS, CONTEXT = 128, 8, 1024
@@ -40,7 +40,7 @@ def _temporaries(anchors: int, slots: int, context: int, size: int | None) -> in
         choices = jnp.broadcast_to(jnp.arange(anchors, dtype=jnp.int32), (1, anchors))
         target = Target(norm, head, None, 1e-6)
         sums, _ = objective.sums(nnx.merge(graphdef, state), target, batch, features, choices)
-        return loss_of(sums, objective.weights(batch, choices))
+        return jnp.sum(terms_of(sums, objective.weights(batch, choices)))
 
     ids = shape(1, context, dtype=jnp.int32)
     batch = Batch(ids, ids, ids, shape(1, context, dtype=jnp.bool_))

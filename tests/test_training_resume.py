@@ -1,5 +1,6 @@
 """Stopping at any moment and going on: checkpoints, signals, full disks, logs."""
 
+import json
 import shutil
 import signal
 import struct
@@ -8,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from tiny_training import workspace
+from tiny_training import workspace, write_documents
 from trainer_run import assert_same_to_the_bit, checkpoint, command, last_step, process, refused, trained, wait_for
 
 from jaxspec.checkpoint.drafters.load import load_drafter
@@ -85,12 +87,12 @@ def test_the_latest_checkpoints_and_the_best_are_kept_across_processes(tmp_path:
     second = opened()
     second.save(replace(state, step=jnp.int32(50)), {"next_index": 50}, 1.9, None)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [20, 40, 50]
-    assert (second.best_step(), second.latest) == (20, 50)
+    assert (second.best()[0], second.latest) == (20, 50)
     found = second.restore(state)
     assert (int(found.state.step), found.data, found.best) == (50, {"next_index": 50}, 1.9)
-    assert opened(read_only=True).best_step() == 20
+    assert opened(read_only=True).best()[0] == 20
     second.save(replace(state, step=jnp.int32(60)), {"next_index": 60}, 2.5, 2.5)
-    assert opened(read_only=True).best_step() == 60
+    assert opened(read_only=True).best()[0] == 60
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -194,4 +196,121 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = workspace(tmp_path, "dspark")
     assert command("--config", file, "--dry-run") == 0
     assert "6 steps" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_fresh_removes_nothing_before_all_else_is_known_to_be_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = workspace(tmp_path, "dflash")
+    assert command("--config", file) == 0
+    before = sorted(path for path in (tmp_path / "run").rglob("*") if path.is_file())
+    for override in (
+        "data.train=[nowhere.jsonl]",
+        "mesh.data=64",
+        "data.features=nowhere",
+        "optimizer.accumulation=9999",
+    ):
+        epochs = ("--set", "optimizer.steps=null", "--set", "optimizer.epochs=1")
+        refused(capsys, "--config", file, "--fresh", "--set", override, *epochs)
+        assert sorted(path for path in (tmp_path / "run").rglob("*") if path.is_file()) == before
+    (tmp_path / "elsewhere").mkdir()
+    shutil.rmtree(tmp_path / "run" / "tensorboard")
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    assert "tensorboard: cannot be removed: " in (said := refused(capsys, "--config", file, "--fresh"))
+    assert not said.endswith("None")
+
+
+def test_a_run_without_a_checkpoint_counts_its_vocabulary_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, output = workspace(tmp_path, "dflash"), tmp_path / "run"
+    assert command("--config", file) == 0
+    own = np.load(output / "vocabulary.npy")
+    other = np.sort(np.setdiff1d(np.arange(259, dtype=np.int32), own)[: len(own)])
+    np.save(output / "vocabulary.npy", other)
+    assert "its draft vocabulary differs" in refused(capsys, "--config", file, "--resume")  # with one it is the run's
+    shutil.rmtree(output / "drafter")
+    shutil.rmtree(output / "checkpoints")
+    assert command("--config", file, "--set", "drafter.draft_vocab_size=32") == 0
+    assert len(np.load(output / "vocabulary.npy")) == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (np.arange(64, dtype=np.int32) + 300, "vocabulary.npy: holds no draft vocabulary of a verifier of 259 tokens"),
+        (np.ones((2, 2)), "vocabulary.npy: holds no draft vocabulary"),
+        (None, "vocabulary.npy: cannot be read"),
+    ],
+)
+def test_a_damaged_vocabulary_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: np.ndarray | None, said: str
+):
+    file, kept = workspace(tmp_path, "dflash"), tmp_path / "run" / "vocabulary.npy"
+    (tmp_path / "run" / "checkpoints" / "6").mkdir(parents=True)
+    kept.write_bytes(b"")
+    if content is not None:
+        np.save(kept, content)
+    assert said in refused(capsys, "--config", file, "--resume")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.accumulation=2", "data.rows=1", "data.row_tokens=40", "data.pack=false", "run.seed=3"],
+)
+def test_a_run_goes_on_with_the_batches_that_it_was_begun_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+):
+    """The place in the documents is the number of a batch: with others it would be another place."""
+    data = {"train": [str(tmp_path / "documents.jsonl")], "validation": [str(tmp_path / "documents.jsonl")]}
+    file = workspace(tmp_path, "dflash", lambda made: made["data"].update(data))
+    assert command("--config", file) == 0
+    name = override.partition("=")[0]
+    message = refused(capsys, "--config", file, "--resume", "--set", override)
+    assert f"{name} is " in message and "was begun with" in message and "--fresh" in message
+
+
+def test_fewer_documents_than_a_run_has_used_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def by_epochs(made: dict[str, Any]) -> None:
+        made["optimizer"] |= {"steps": None, "epochs": 2}
+        made["data"]["validation"] = [str(write_documents(tmp_path / "held.jsonl", 4, seed=1))]
+
+    file = workspace(tmp_path, "dflash", by_epochs)
+    assert command("--config", file) == 0
+    longer = ("--set", "optimizer.epochs=3", "--set", "data.limit=3")
+    assert "--resume: step " in refused(capsys, "--config", file, "--resume", *longer)
+
+
+def test_other_held_out_documents_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    held = write_documents(tmp_path / "held.jsonl", 4, seed=1)
+    file = workspace(tmp_path, "dflash", lambda made: made["data"].update(validation=[str(held)]))
+    assert command("--config", file) == 0
+    write_documents(held, 4, seed=2)
+    capsys.readouterr()
+    assert command("--config", file, "--resume", "--set", "optimizer.steps=7") == 0
+    assert "the held-out documents have changed since then" in capsys.readouterr().err
+
+
+def test_the_acceptance_told_is_that_of_the_drafter_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Without keep_best the best checkpoint may be gone."""
+    file = workspace(tmp_path, "dflash", lambda made: made["optimizer"].update(steps=12))
+    assert command("--config", file, "--set", "run.keep_best=false", "--set", "run.keep=1") == 0
+    (last,) = (e for e in read_metrics(tmp_path / "run") if (e["kind"], e["step"]) == ("validation", 12))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary == {"steps": 12, "exported_step": 12, "acceptance_length": last["acceptance_length"]}
+    assert f"finished after 12 steps, acceptance length {last['acceptance_length']:.3f}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "said"),
+    [
+        ("dflash", "run.export.format=eagle3", "run.export: eagle3 holds EAGLE-3 and P-EAGLE drafters, not dflash"),
+        ("dflash", "run.export.format=z-lab", "run.export: z-lab has no d2t"),
+        ("dspark", "run.export.drop=[nonsense]", "run.export: --drop nonsense: known are"),
+        ("dflash", "run.export.drop=[markov]", "run.export: --drop markov: this drafter has none"),
+    ],
+)
+def test_a_drafter_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, override: str, said: str
+):
+    file = workspace(tmp_path, method)
+    for how in ((), ("--dry-run",)):
+        assert said in refused(capsys, "--config", file, *how, "--set", override)
     assert not (tmp_path / "run").exists()

@@ -150,3 +150,15 @@ def test_checkpoints_that_do_not_fit_are_refused(
 ):
     with pytest.raises(InputError, match=message):
         started(tmp_path, method, drafter, **changes)
+
+
+def test_a_confidence_head_that_sees_a_sequential_head_cannot_lose_it(tmp_path: Path):
+    start = spark("vanilla", **REDUCED)
+    assert start.block.confidence.with_markov
+    with pytest.raises(
+        InputError, match=r"drafter\.markov\.rank is 0, but the confidence head .* give drafter\.confidence too"
+    ):
+        started(tmp_path, "dspark", start, markov={"rank": 0})
+    (tmp_path / "again").mkdir()
+    setup, _ = started(tmp_path / "again", "dspark", start, markov={"rank": 0}, confidence={"enabled": True})
+    assert setup.drafter.config.block is not None and setup.drafter.config.block.markov is None

@@ -19,7 +19,7 @@ from jaxspec.checkpoint.fill import flat_parameters
 from jaxspec.checkpoint.load import LoadedVerifier, load_verifier
 from jaxspec.training.anchors import Chains
 from jaxspec.training.batch import Batch, Features
-from jaxspec.training.objectives.base import Metrics, Objective, Target, loss_of
+from jaxspec.training.objectives.base import Metrics, Objective, Target, terms_of
 from jaxspec.training.objectives.block import BlockObjective
 from jaxspec.training.objectives.eagle3 import Eagle3Objective
 from jaxspec.training.objectives.peagle import PEagleObjective
@@ -114,7 +114,7 @@ class TrainingCase:
             weights = self.objective.weights(batch, choices)
             drafter = nnx.merge(graphdef, state, rest)
             sums, metrics = self.objective.sums(drafter, self.target, batch, features, choices)
-            return loss_of(sums, weights), (sums / weights, metrics)
+            return jnp.sum(terms_of(sums, weights)), (sums / weights, metrics)
 
         run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK_COMPILE)
         gradients, (terms, metrics) = run(state, self.batch, self.features, self.choices)

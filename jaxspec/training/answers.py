@@ -24,6 +24,7 @@ from jaxspec.training.sources import (
 )
 
 ROWS = 32
+_BEGINNING = b'{"index": '  # of a line of answers
 
 
 @dataclass(frozen=True)
@@ -259,12 +260,14 @@ def _done(file: BinaryIO, path: Path, prompts: Mapping[int, list[int]], made_wit
     done: set[int] = set()
     whole = 0
     for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            break
+        if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+            break  # torn off
         whole += len(line)
         try:
             answer: dict[str, Any] = json.loads(line)
             index, prompt = answer["index"], answer["prompt_ids"]
+            if type(index) is not int:
+                raise TypeError(index)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}:{number} is no answer; give a file of answers or a new one") from error
         for name, value in (answer.get("made_with") or {}).items():

@@ -108,6 +108,8 @@ def calibrate(recipe: Recipe, directory: Path, say: Say) -> Calibration:
             "it needs"
         )
     confidences, store = _program(recipe, opened, side)
+    if store is not None:
+        store.require(documents)
     fitted, judged = (observe(recipe, half, opened, confidences, store) for half in (documents[::2], documents[1::2]))
     for found in (fitted, judged):
         if not len(found.accepted):

@@ -13,7 +13,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxspec import distributed
 from jaxspec.errors import InputError
-from jaxspec.training.files import CHECKPOINTS, IDENTITY
+from jaxspec.training.files import CHECKPOINTS, DRAFTER, IDENTITY, begun
 from jaxspec.training.step import TrainState
 
 BEST_METRIC = "acceptance_length"
@@ -75,16 +75,12 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, data: Mapping[str, Any], best: float | None, acceptance: float | None) -> None:
-        """Writes a checkpoint of `state`, if there is none of its step yet.
+        """Writes a checkpoint of `state`, the newest one.
 
         acceptance: of a validation of this very state, by which the best one is found. Raises InputError where it cannot be written;
         those before it stay.
         """
         step = int(state.step)
-        if step in self._manager.all_steps():
-            if acceptance is None:
-                return
-            self._manager.delete(step)
         arguments = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             rest=ocp.args.StandardSave(_rest(state)),
@@ -132,14 +128,17 @@ class Checkpoints:
                 f"{self._folder / str(step)}: cannot be read (damaged or incomplete): {_reason(error)}"
             ) from error
 
-    def best_step(self) -> int | None:
-        """Step of the checkpoint with the longest acceptance, the newest where none was validated."""
+    def best(self) -> tuple[int | None, float | None]:
+        """Step and acceptance length of the kept checkpoint whose acceptance is longest; the newest and None where none was validated."""
         scored = []
         for step in self._manager.all_steps():
             metrics = self._manager.metrics(step)
             if metrics is not None and BEST_METRIC in metrics:
                 scored.append((metrics[BEST_METRIC], step))
-        return max(scored)[1] if scored else self.latest
+        if not scored:
+            return self.latest, None
+        acceptance, step = max(scored)
+        return step, acceptance
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -151,7 +150,7 @@ class Checkpoints:
         text = json.dumps(identity, indent=2, sort_keys=True)
 
         def begin() -> None:
-            if file.is_file():
+            if file.is_file() and (read_only or begun(output) or (output / DRAFTER).exists()):
                 return
             if read_only:
                 raise InputError(f"run.output {output}: holds no run: it has no {IDENTITY}")

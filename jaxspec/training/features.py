@@ -148,9 +148,6 @@ class FeatureStore:
         self._dtype = DTYPES[_DTYPE_NAMES[self._source.dtype]]
         self._entries = _entries(directory, self._stored_width)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
     def require(self, samples: Sequence[Sample]) -> None:
         """Raises InputError where features of a sample are missing."""
         lacking = [sample for sample in samples if key_of(sample.tokens) not in self._entries]
@@ -230,26 +227,28 @@ def write_features(
         total, done = sum(len(sample.tokens) for sample in todo.values()), 0
         dtype = DTYPES[_DTYPE_NAMES[source.dtype]]
         number = _next_shard(directory)
-        for shard in _shards(todo, SHARD_BYTES // (stored_width * dtype.itemsize)):
-            tensors = {}
-            for key, values in _computed(shard, compute, rows, length):
-                tensors[key] = _stored(values, dtype, todo[key])
-                done += len(values)
-                if progress is not None:
-                    progress(done, total)
-            path = directory / f"features-{number:05d}.safetensors"
-            _write_whole(path, lambda work, tensors=tensors: save_file(tensors, work))
-            number += 1
+        tensors: dict[str, np.ndarray] = {}
+        size = 0
+        for key, values in _computed(todo, compute, rows, length):
+            tensors[key] = _stored(values, dtype, todo[key])
+            done += len(values)
+            size += tensors[key].nbytes
+            if size >= SHARD_BYTES or done == total:
+                path = directory / f"features-{number:05d}.safetensors"
+                _write_whole(path, lambda work, tensors=tensors: save_file(tensors, work))
+                number, tensors, size = number + 1, {}, 0
+            if progress is not None:
+                progress(done, total)
     except OSError as error:
         raise InputError(f"data.features {directory}: cannot be written: {error.strerror or error}") from error
     return len(todo)
 
 
-def _computed(
-    shard: Mapping[str, Sample], compute: Compute, rows: int, length: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(key, [T, (taps + 1) * D]) of every sample of the shard."""
-    keys, samples = list(shard), list(shard.values())
+def _computed(todo: Mapping[str, Sample], compute: Compute, rows: int, length: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(key, [T, (taps + 1) * D]) of every sample."""
+    if not todo:
+        return
+    keys, samples = list(todo), list(todo.values())
     for packed in batches(samples, rows, length, shuffle=False):
         features = jax.device_get(compute(packed.batch))
         for row, documents in enumerate(packed.indices):
@@ -271,20 +270,6 @@ def _stored(values: np.ndarray, dtype: np.dtype, sample: Sample) -> np.ndarray:
         )
         raise InputError(f"{sample.source}: its features {what}")
     return cast_values
-
-
-def _shards(todo: Mapping[str, Sample], tokens: int) -> Iterator[dict[str, Sample]]:
-    """The samples in parts of about `tokens` tokens."""
-    shard: dict[str, Sample] = {}
-    size = 0
-    for key, sample in todo.items():
-        shard[key] = sample
-        size += len(sample.tokens)
-        if size >= tokens:
-            yield shard
-            shard, size = {}, 0
-    if shard:
-        yield shard
 
 
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

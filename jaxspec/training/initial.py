@@ -296,6 +296,10 @@ def _block(recipe: DrafterRecipe, base: BlockConfig | None) -> BlockConfig:
             raise InputError("drafter.confidence.with_markov is true, but drafter.markov.rank is 0")
         confidence = ConfidenceConfig(with_markov) if wanted.enabled else None
     elif confidence is not None:
+        if confidence.with_markov and markov is None:
+            raise InputError(
+                "drafter.markov.rank is 0, but the confidence head of drafter.init_from sees that head; give drafter.confidence too"
+            )
         confidence = replace(confidence, temperatures=())  # calibrated for weights that are about to change
     return replace(made, markov=markov, confidence=confidence)
 

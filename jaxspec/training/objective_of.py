@@ -47,18 +47,19 @@ def plan_objective(recipe: ObjectiveRecipe, config: DrafterConfig, length: int) 
             assert config.block is not None
             block = config.block
             spark = config.method == "dspark"
+            decay = recipe.decay or ("fixed" if spark else "dpace")
             return Plan(
                 BlockObjective(
                     size=block.size,
                     sample_from_anchor=block.sample_from_anchor,
                     anchors=anchors,
                     mixture=mixture or ({"ce": 0.1, "tv": 0.9} if spark else {"ce": 1.0}),
-                    decay=recipe.decay or ("fixed" if spark else "dpace"),
+                    decay=decay,
                     gamma=recipe.gamma,
                     alpha=recipe.alpha,
                     labels=recipe.labels,
-                    # DeepSpec, whose labels are the data's, divides by the sum of the slots' weights.
-                    normalise="weights" if recipe.labels == "data" else "slots",
+                    # DeepSpec, whose labels are the data's and whose decay is fixed, divides by the sum of the slots' weights.
+                    normalise="weights" if recipe.labels == "data" and decay == "fixed" else "slots",
                     confidence=_confidence(recipe, block),
                     chunk=recipe.attention_chunk,
                     scored=recipe.logits_chunk,

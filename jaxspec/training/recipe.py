@@ -148,7 +148,7 @@ class DataRecipe:
     """What the drafter learns from.
 
     Fields:
-        train, validation: JSON lines files, or "hub:OWNER/NAME[:CONFIG][:SPLIT]". Without `validation`, `validation_share` of the
+        train, validation: JSON lines files, or "hub:OWNER/NAME[[:CONFIG]:SPLIT]". Without `validation`, `validation_share` of the
             training documents is held out; 0 for none.
         max_tokens: longest document, and so the shortest row; longer ones are cut or skipped, as `too_long` says.
         rows, row_tokens: shape of a micro-batch; row_tokens null: max_tokens. pack: several documents a row.
@@ -204,7 +204,7 @@ class ObjectiveRecipe:
         ttt_steps, step_decay: EAGLE-3's training-time test.
         depths, down_sample_ratio, down_sample_min: P-EAGLE's conditional drop.
         attention_chunk, logits_chunk: blocks (DFlash, DSpark) or pairs whose scores, and whose logits, are there at a time; null: as
-            many as fill 8 MB on CPUs, 256 MB elsewhere.
+            many as fill 8 MB on CPUs (attention on one: 64 slots), 256 MB elsewhere.
     """
 
     losses: Mapping[LossName, NotNegative] | None = None
@@ -287,7 +287,7 @@ class RunRecipe:
     """
 
     output: str
-    seed: Count = 0
+    seed: Annotated[int, Range(low=0, high=2**32 - 1)] = 0
     checkpoint_every: Count = 500
     validate_every: Count = 500
     log_every: Positive = 10

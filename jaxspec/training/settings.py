@@ -39,15 +39,16 @@ class Range:
             )
         if self.high is None:
             return f"at least {self.low:g}"
-        return f"{self.low:g} to {self.high:g}"
+        return f"{self.low:.10g} to {self.high:.10g}"
 
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is there twice, where plain YAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = next((at for at, key in enumerate(keys) if key in keys[:at]), None)
+        merged = "tag:yaml.org,2002:merge"  # what comes by `<<` may be set again
+        keys = [None if key.tag == merged else self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = next((at for at, key in enumerate(keys) if key is not None and key in keys[:at]), None)
         if twice is not None:
             mark = node.value[twice][0].start_mark
             raise yaml.constructor.ConstructorError(None, None, f"{keys[twice]} is there twice", mark)

@@ -20,7 +20,7 @@ from jaxspec.config import VerifierConfig
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.training.features import FeatureSource, fingerprint
-from jaxspec.training.files import VOCABULARY
+from jaxspec.training.files import VOCABULARY, begun
 from jaxspec.training.initial import InitialDrafter, drafter_config, initial_drafter, open_start
 from jaxspec.training.objective_of import Plan, check_objective, plan_objective
 from jaxspec.training.objectives.base import Target
@@ -180,14 +180,17 @@ def load_documents(recipe: DataRecipe, verifier: VerifierSide, seed: int, say: S
     return Documents(train, held_out)
 
 
-def set_up(recipe: Recipe, say: Say) -> Setup:
-    """Reads, checks and builds everything but the training programs. Raises InputError for whatever does not fit."""
+def set_up(recipe: Recipe, say: Say, *, fresh: bool = False) -> Setup:
+    """Reads, checks and builds everything but the training programs.
+
+    fresh: nothing is taken from an earlier run in the recipe's directory. Raises InputError for whatever does not fit.
+    """
     verifier = open_side(recipe.verifier, say)
     start = open_start(recipe.drafter, verifier.lend)
     config = _config(recipe, verifier, start)
     check_objective(recipe.objective, config)
     documents = load_documents(recipe.data, verifier, recipe.run.seed, say)
-    target_ids = _vocabulary(recipe, verifier, config.draft_vocab_size, documents, start, say)
+    target_ids = _vocabulary(recipe, verifier, config.draft_vocab_size, documents, start, fresh, say)
     drafter = initial_drafter(recipe.drafter, config, verifier.lend, target_ids, start, recipe.run.seed)
     for note in drafter.notes:
         say(note)
@@ -226,6 +229,7 @@ def _vocabulary(
     size: int,
     documents: Documents,
     start: OpenedDrafter | None,
+    fresh: bool,
     say: Say,
 ) -> np.ndarray | None:
     """Verifier ids int32 [Vd] of the draft vocabulary: the checkpoint's, the run's own from before, or the most frequent; None: all."""
@@ -234,14 +238,10 @@ def _vocabulary(
         return None
     if start is not None and start.target_ids is not None:
         return start.target_ids
-    file = Path(recipe.run.output).expanduser() / VOCABULARY
-    if file.is_file():
-        ids = np.load(file, allow_pickle=False)
-        if len(ids) != size:
-            raise InputError(
-                f"drafter.draft_vocab_size is {size}, and the run in {file.parent} has {len(ids)}; name another directory, or begin "
-                "anew with --fresh"
-            )
+    output = Path(recipe.run.output).expanduser()
+    if begun(output) and (output / VOCABULARY).is_file() and not fresh:
+        ids = _kept_vocabulary(output / VOCABULARY, size, vocab_size)
+        say(f"draft vocabulary: the {size} of {vocab_size} tokens that the run in {output} was begun with")
         return ids
     answers = count_tokens(documents.train, vocab_size)
     counts = _counts(recipe.data, verifier, answers)
@@ -251,11 +251,25 @@ def _vocabulary(
     return ids
 
 
+def _kept_vocabulary(file: Path, size: int, vocab_size: int) -> np.ndarray:
+    """The draft vocabulary of a run that was begun."""
+    anew = "name another directory, or begin anew with --fresh"
+    try:
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{file}: cannot be read: {error}; {anew}") from error
+    if ids.ndim != 1 or ids.dtype != np.int32 or not len(ids) or not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise InputError(f"{file}: holds no draft vocabulary of a verifier of {vocab_size} tokens; {anew}")
+    if len(ids) != size:
+        raise InputError(f"drafter.draft_vocab_size is {size}, and the run in {file.parent} has {len(ids)}; {anew}")
+    return ids
+
+
 def _counts(recipe: DataRecipe, verifier: VerifierSide, answers: np.ndarray) -> np.ndarray:
     """Token counts int64 [V] for the draft vocabulary. answers: those of the training documents' answers."""
     vocab_size = len(answers)
     if recipe.token_counts is not None:
-        return load_counts(Path(recipe.token_counts), vocab_size)
+        return load_counts(Path(recipe.token_counts).expanduser(), vocab_size)
     counts = recipe.vocabulary.answers * answers
     for source, weight in recipe.vocabulary.texts.items():
         if verifier.tokenizer is None:
@@ -267,7 +281,7 @@ def _counts(recipe: DataRecipe, verifier: VerifierSide, answers: np.ndarray) -> 
 def keep_vocabulary(output: Path, target_ids: np.ndarray | None) -> None:
     """Keeps the draft vocabulary in the run's directory: a resumed run has the same one even if its data has grown."""
     file = output / VOCABULARY
-    if target_ids is not None and not file.is_file():
+    if target_ids is not None and not begun(output):
         work = file.with_name(".vocabulary.part.npy")
         np.save(work, target_ids)
         work.rename(file)

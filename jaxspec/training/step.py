@@ -15,7 +15,7 @@ from jaxspec.checkpoint.fill import flat_parameters
 from jaxspec.checkpoint.orbax import name_of
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.training.batch import Batch, Features
-from jaxspec.training.objectives.base import Metrics, Objective, Target
+from jaxspec.training.objectives.base import Metrics, Objective, Target, terms_of
 
 Arrays = Mapping[str, jax.Array]
 """Leaves of the drafter by name."""
@@ -145,7 +145,7 @@ def train_step(
             def loss(params: Arrays) -> tuple[jax.Array, tuple[jax.Array, Metrics]]:
                 drafter = parts.merge(params, frozen.leaves)
                 sums, metrics = objective.sums(drafter, frozen.target, batch, cast, choices)
-                terms = sums / jnp.maximum(weights, 1e-6)
+                terms = terms_of(sums, weights)
                 return jnp.sum(terms), (terms, metrics)
 
             gradients, (terms, metrics) = jax.grad(loss, has_aux=True)(state.params)

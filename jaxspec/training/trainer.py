@@ -21,7 +21,7 @@ from jaxspec.training.batch import Batch, Features
 from jaxspec.training.checkpoints import Checkpoints
 from jaxspec.training.features import FeatureStore
 from jaxspec.training.files import SUMMARY
-from jaxspec.training.finish import export_best
+from jaxspec.training.finish import Exported, check_export, export_best
 from jaxspec.training.objectives.base import Target
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
 from jaxspec.training.packing import Packed, PackedBatches, batches
@@ -39,12 +39,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, `finished` or stopped by a signal; the best acceptance length; where the drafter is."""
+    """How a run ended: after `step` steps, with a drafter, or stopped by a signal without one."""
 
     step: int
-    finished: bool
-    best: float | None
-    drafter: Path | None
+    exported: Exported | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class Trainer:
         recipe = setup.recipe
         self._setup, self._say, self._mesh = setup, say, mesh
         self._output = Path(recipe.run.output).expanduser()
+        check_export(setup)
         check_rows(recipe.data, mesh)
         self._own_rows = own_rows(mesh, recipe.data.rows)
         source = None if recipe.data.features is None else Path(recipe.data.features).expanduser()
@@ -100,7 +99,17 @@ class Trainer:
         self._state = self._programs.state(
             {name_of(path): np.array(values[path], np.float32) for path in setup.drafter.trainable}
         )
-        self._documents = digest_of(setup.documents.train)
+        self._documents = {
+            "documents": digest_of(setup.documents.train),
+            "held_out": digest_of(setup.documents.validation),
+        }
+        self._order = {
+            "data.rows": recipe.data.rows,
+            "data.row_tokens": recipe.data.length,
+            "data.pack": recipe.data.pack,
+            "optimizer.accumulation": self._accumulation,
+            "run.seed": recipe.run.seed,
+        }
         self._best: float | None = None
         self._stop = Stop(mesh)
 
@@ -122,8 +131,7 @@ class Trainer:
             found = checkpoints.restore(self._state)
             self._state, self._best, data = found.state, found.best, dict(found.data)
             self._say(f"going on from step {int(self._state.step)}")
-            if data.pop("documents") != self._documents:
-                self._say("the training documents have changed since then: from here on the new ones are used")
+            self._compare(data)
         elif checkpoints.latest is not None:
             raise InputError(
                 f"run.output {self._output}: holds checkpoints up to step {checkpoints.latest}; --resume goes on from there, --fresh "
@@ -133,7 +141,7 @@ class Trainer:
             with self._stop.on_signals():
                 finished = self._loop(checkpoints, data)
             step = int(self._state.step)
-            drafter = self._finish(checkpoints) if finished else None
+            exported = self._finish(checkpoints) if finished else None
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -143,7 +151,23 @@ class Trainer:
         checkpoints.close()
         if self._stop.agreed == signal.SIGINT:
             raise KeyboardInterrupt
-        return Outcome(step, finished, self._best, drafter)
+        return Outcome(step, exported)
+
+    def _compare(self, data: dict[str, Any]) -> None:
+        """Takes what a checkpoint says of its run out of `data`, and says what has changed. Raises InputError for a change after which the
+        place in the documents means nothing."""
+        for name, value in data.pop("order", {}).items():
+            if value != self._order[name]:
+                raise InputError(
+                    f"{name} is {self._order[name]}, and the run in {self._output} was begun with {value}; go on with that, or begin anew "
+                    "with --fresh"
+                )
+        if data.pop("documents") != self._documents["documents"]:
+            self._say("the training documents have changed since then: from here on the new ones are used")
+        if data.pop("held_out", self._documents["held_out"]) != self._documents["held_out"]:
+            self._say(
+                "the held-out documents have changed since then: acceptance lengths before and after do not compare"
+            )
 
     def describe(self) -> None:
         """Says what `run` would do."""
@@ -157,11 +181,16 @@ class Trainer:
         """Steps until the last one or a signal; whether it was the last one."""
         recipe = self._setup.recipe.run
         first = int(self._state.step)
-        log = RunLog(self._output, first)
-        progress = Progress(self.steps, first)
         stream = self._batches.iterator(self._joined)
         if data is not None:
-            stream.set_state(data)
+            try:
+                stream.set_state(data)
+            except IndexError as error:
+                raise InputError(
+                    f"--resume: step {first} was made of more documents than there are now; give those back, or begin anew with --fresh"
+                ) from error
+        log = RunLog(self._output, first)
+        progress = Progress(self.steps, first)
         since = _Since()
         pending: _Pending | None = None
         saved = first if data is not None else -1
@@ -180,7 +209,7 @@ class Trainer:
                     self._look(pending, since, log, progress)
                     pending = None
                     acceptance = self._validated(step, log, progress) if validates else None
-                    state = {**stream.get_state(), "documents": self._documents}
+                    state = {**stream.get_state(), **self._documents, "order": self._order}
                     checkpoints.save(self._state, state, self._best, acceptance)
                     saved = step
                     since.restart_clock()
@@ -254,17 +283,17 @@ class Trainer:
             total += validate(packed.batch, accepts, plan.drafts, plan.walked)
         return total
 
-    def _finish(self, checkpoints: Checkpoints) -> Path:
+    def _finish(self, checkpoints: Checkpoints) -> Exported:
         """The best checkpoint as a drafter, the picture, the summary."""
-        step, drafter = export_best(self._setup, checkpoints, self._say)
-        summary = {"steps": self.steps, "exported_step": step, "best_acceptance_length": self._best}
+        made = export_best(self._setup, checkpoints, self._say)
+        summary = {"steps": self.steps, "exported_step": made.step, "acceptance_length": made.acceptance}
 
         def write() -> None:
             draw(self._output)
             (self._output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
 
         distributed.by_first(write)
-        return drafter
+        return made
 
     def _packed(self) -> PackedBatches:
         recipe = self._setup.recipe

@@ -9,7 +9,7 @@ from jaxspec.errors import InputError
 from jaxspec.sharding import by_rows, rows
 from jaxspec.training.features import fingerprint, write_features
 from jaxspec.training.online import VerifierParts, load_leaves, verifier_dtype
-from jaxspec.training.placement import make_mesh
+from jaxspec.training.placement import check_rows, make_mesh
 from jaxspec.training.recipe import Recipe
 from jaxspec.training.report import Progress
 from jaxspec.training.setup import Say, feature_source, load_documents, open_side, taps_of, verifier_path
@@ -20,10 +20,11 @@ def write_all_features(recipe: Recipe, say: Say) -> None:
     data = recipe.data
     if data.features is None:
         raise InputError("--write-features: data.features names no directory")
+    mesh = make_mesh(recipe.mesh)
+    check_rows(data, mesh)
     side = open_side(recipe.verifier, say)
     documents = load_documents(data, side, recipe.run.seed, say)
     taps = taps_of(recipe, side)
-    mesh = make_mesh(recipe.mesh)
     dtype = verifier_dtype(side, recipe.verifier.dtype)
     leaves = load_leaves(side, dtype, mesh)
     compute = jax.jit(by_rows(VerifierParts(side.config, dtype, taps).features, mesh))

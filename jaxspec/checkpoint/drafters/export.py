@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.checkpoint.config_json import to_json
 from jaxspec.checkpoint.drafters.content import DrafterContent, Lender, as_host
-from jaxspec.checkpoint.drafters.fit import DROPS, Fitted, apply_drops, fit, parameter_paths
+from jaxspec.checkpoint.drafters.fit import DROPS, Fitted, apply_drops, check_fit, fit, parameter_paths
 from jaxspec.checkpoint.drafters.formats import EAGLE3, FORMATS, Format
 from jaxspec.checkpoint.drafters.load import ORBAX, TARGET_IDS_PATH, OpenedDrafter
 from jaxspec.checkpoint.drafters.parsed import with_temperatures
@@ -48,6 +48,16 @@ def save_drafter(
         write_tensors(work, tensors, max_shard_bytes)
         write_json(work / "config.json", fitted.data | _dtype_entry(fitted, dtype))
     return fitted.notes
+
+
+def check_savable(
+    content: DrafterContent, target: str, *, drop: Sequence[str] = (), verifier: Lender | None = None
+) -> None:
+    """Raises InputError where `save_drafter` would because of the drafter's kind, without looking at its weights."""
+    if target == ORBAX:
+        apply_drops(content, drop, None)
+    else:
+        check_fit(content, FORMATS[target], drop, verifier)
 
 
 def store_temperatures(opened: OpenedDrafter, temperatures: tuple[float, ...]) -> None:

@@ -41,16 +41,25 @@ def fit(content: DrafterContent, target: Format, drop: Sequence[str] = (), verif
     """Raises InputError where the format cannot hold the drafter, for a needed verifier that is not given, and for a `drop` that is
     not there.
     """
+    facts, dropped = check_fit(content, target, drop, verifier)
+    notes = [f"dropped {DROPS[name]}" for name in drop]
+    lent, lending_notes = _embed_and_head(dropped, target, verifier)
+    fitted = replace(lent, verifier=facts)
+    return Fitted(fitted, target.write(fitted.config, facts), (*notes, *lending_notes))
+
+
+def check_fit(
+    content: DrafterContent, target: Format, drop: Sequence[str] = (), verifier: Lender | None = None
+) -> tuple[VerifierFacts, DrafterContent]:
+    """Raises InputError as `fit`, but for embedding and head, whose values it does not look at. Returns what is known of the verifier, and
+    the content without the parts of `drop`."""
     if verifier is not None:
         check_verifier(content.config, content.verifier.num_layers, verifier.config, f"--verifier {verifier.name}")
     facts = _facts(content.verifier, verifier)
     dropped = apply_drops(content, drop, target)
-    notes = [f"dropped {DROPS[name]}" for name in drop]
     _refuse_known(dropped.config, target)
     _check_held(dropped.config, target, facts)
-    lent, lending_notes = _embed_and_head(dropped, target, verifier)
-    fitted = replace(lent, verifier=facts)
-    return Fitted(fitted, target.write(fitted.config, facts), (*notes, *lending_notes))
+    return facts, dropped
 
 
 def apply_drops(content: DrafterContent, drop: Sequence[str], target: Format | None) -> DrafterContent:

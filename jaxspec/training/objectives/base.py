@@ -123,9 +123,9 @@ class Objective(Protocol):
         ...
 
 
-def loss_of(sums: jax.Array, weights: jax.Array) -> jax.Array:
-    """The loss of terms [n] with their weights [n]; a term without any weight counts nothing."""
-    return jnp.sum(sums / jnp.maximum(weights, 1e-6))
+def terms_of(sums: jax.Array, weights: jax.Array) -> jax.Array:
+    """The terms [n] of the loss from their sums and weights [n]; one without any weight counts nothing."""
+    return sums / jnp.maximum(weights, 1e-6)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:

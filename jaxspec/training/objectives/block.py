@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, cast
 
 import jax
@@ -133,24 +134,29 @@ class BlockObjective:
         weight = (
             counts.astype(jnp.float32) * losses.fixed_decay(self.size, self.gamma, self.first)[None, None, self.first :]
         )
+        labels = target.labels(tokens)
+
+        @cache
+        def element(name: str) -> jax.Array:
+            if name == "ce" and self.labels == "data":
+                return jnp.where(labels >= 0, losses.ce_on_labels(logits, labels), 0.0)
+            return losses.position_loss(name, logits, wanted)
+
+        share = {"fixed": weight, "none": counts.astype(jnp.float32)}.get(self.decay)
+        if (
+            share is None
+        ):  # D-PACE is of the cross-entropy, whatever the losses; a token outside the vocabulary is never drafted
+            never = (labels < 0) & (self.labels == "data")
+            share = losses.dpace(jnp.where(never, jnp.inf, element("ce")), counts, self.alpha)
         total = jnp.zeros(anchors.shape, jnp.float32)
         for name, coefficient in (self.mixture or {"ce": 1.0}).items():
-            if name == "ce" and self.labels == "data":
-                labels = target.labels(tokens)
-                element = jnp.where(labels >= 0, losses.ce_on_labels(logits, labels), 0.0)
-            else:
-                element = losses.position_loss(name, logits, wanted)
-            if self.decay == "dpace":
-                element = element * losses.dpace(element, counts, self.alpha)
-            elif self.decay == "fixed":
-                element = element * weight
-            total = total + coefficient * jnp.sum(jnp.where(counts, element, 0.0), axis=-1)
+            total = total + coefficient * jnp.sum(jnp.where(counts, element(name) * share, 0.0), axis=-1)
         sums = [total]
         if self.confidence:
             assert confidence is not None, "this drafter has no confidence head"
             accept = jax.lax.stop_gradient(losses.acceptance(logits, wanted))
-            element = -accept * jax.nn.log_sigmoid(confidence) - (1 - accept) * jax.nn.log_sigmoid(-confidence)
-            sums.append(self.confidence * jnp.sum(jnp.where(counts, element * weight, 0.0), axis=-1))
+            unsure = -accept * jax.nn.log_sigmoid(confidence) - (1 - accept) * jax.nn.log_sigmoid(-confidence)
+            sums.append(self.confidence * jnp.sum(jnp.where(counts, unsure * weight, 0.0), axis=-1))
         right = argmax(logits) == expected(target, tokens, wanted, self.labels)
         return tuple(sums), right
 
