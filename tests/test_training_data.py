@@ -24,7 +24,6 @@ from jaxspec.training.vocabulary import (
     draft_vocabulary,
     ending_ids,
     load_counts,
-    save_counts,
 )
 
 EOS = 256
@@ -415,10 +414,9 @@ def test_answers_shorter_than_asked_are_counted_and_nothing_usable_is_an_error(t
 def test_sources_follow_one_another_up_to_the_limit(tmp_path):
     first = written(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "cd"})
     second = written(tmp_path / "b.jsonl", {"text": "ef"}, {"text": "gh"})
-    seen: list[int] = []
-    samples, counts = load([first, second], limit=3, progress=seen.append)
+    samples, counts = load([first, second], limit=3)
     assert [sample.source.rpartition("/")[2] for sample in samples] == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1"]
-    assert (counts.lines, seen) == (3, [1, 2, 3])
+    assert counts.lines == 3
 
 
 def test_a_hub_dataset_is_read_by_name_configuration_and_split(monkeypatch):
@@ -526,9 +524,10 @@ def test_the_ids_that_answers_end_with_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["counts.json", "counts.npz"])
-def test_token_counts_survive_the_disk(tmp_path, name):
+def test_token_counts_are_read_from_either_form(tmp_path, name):
     counts = np.array([0, 3, 0, 2**40, 1])
-    save_counts(tmp_path / name, counts)
+    (tmp_path / "counts.json").write_text('{"1": 3, "3": 1099511627776, "4": 1}')
+    np.savez_compressed(tmp_path / "counts.npz", counts=counts)
     np.testing.assert_array_equal(load_counts(tmp_path / name, 5), counts)
     assert load_counts(tmp_path / name, 6).tolist() == [*counts.tolist(), 0]
     with pytest.raises(InputError, match=rf"{name} holds no token counts of a vocabulary of 4"):

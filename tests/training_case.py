@@ -19,10 +19,12 @@ from jaxspec.checkpoint.fill import flat_parameters
 from jaxspec.checkpoint.load import LoadedVerifier, load_verifier
 from jaxspec.training.anchors import Chains
 from jaxspec.training.batch import Batch, Features
-from jaxspec.training.objectives.base import Metrics, Objective, Target, terms_of
+from jaxspec.training.objectives.base import Metrics, Objective, terms_of
 from jaxspec.training.objectives.block import BlockObjective
 from jaxspec.training.objectives.eagle3 import Eagle3Objective
 from jaxspec.training.objectives.peagle import PEagleObjective
+from jaxspec.training.recipe import VerifierRecipe
+from jaxspec.training.setup import open_side
 from jaxspec.verifiers.names import expand
 
 GOLDENS = Path(__file__).parent / "goldens" / "training"
@@ -61,7 +63,9 @@ class TrainingCase:
         self.drafter = load_drafter(DRAFTERS / self.meta["drafter"], verifier=lender, dtype=jnp.float32).module
         self.config = self.drafter.config
         ids = self.drafter.vocabulary.target_ids
-        self.target = Target.of(lender.module, None if ids is None else ids[...])
+        side = open_side(VerifierRecipe(str(DRAFTERS / self.meta["verifier"])), lambda line: None)
+        made = side.target(None if ids is None else np.asarray(ids[...]), jnp.dtype("float32"))
+        self.target = jax.tree.map(jnp.asarray, made)
         if "target_head" in self.meta:
             # DeepSpec's drafter has the one head, a frozen copy of the verifier's; the fixture's is random.
             self.target = replace(self.target, head=self.drafter.vocabulary.head.weight[...])

@@ -84,10 +84,8 @@ class PackedBatches(Sequence[Packed]):
         """The epoch that a batch belongs to."""
         return bisect_right(self.epoch_ends, index)
 
-    def iterator(
-        self, transform: Callable[[Packed], Any] | None = None, start: int = 0
-    ) -> "grain.DatasetIterator[Any]":
-        """Batch `start` and all behind it, read ahead in a thread.
+    def iterator(self, transform: Callable[[Packed], Any] | None = None) -> "grain.DatasetIterator[Any]":
+        """All batches in order, read ahead in a thread.
 
         `transform` is applied to each batch in that thread, to join what lies on disk, say. The iterator's `get_state()` is a small dict
         that JSON can hold; `set_state` goes on there, with exactly the batches that would have come.
@@ -95,10 +93,7 @@ class PackedBatches(Sequence[Packed]):
         data = grain.MapDataset.source(self)
         if transform is not None:
             data = data.map(transform)
-        iterator = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
-        if start:
-            grain.experimental.set_next_index(iterator, start)
-        return iterator
+        return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
 
     def _make_epoch_rows(self, epoch: int) -> tuple[Row, ...]:
         order = range(len(self._samples))

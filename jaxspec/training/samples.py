@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -105,7 +105,6 @@ def load_samples(
     min_supervised: int = 1,
     thinking: bool | None = None,
     limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Sample], Counts]:
     """Samples of all lines, in order.
 
@@ -126,7 +125,6 @@ def load_samples(
         min_supervised: samples with fewer supervised tokens are left out.
         thinking: the mode that answers are trained in (`turns.chat_turns`); None takes each in the mode that it shows.
         limit: most lines to read.
-        progress: called with the number of lines read so far.
 
     Returns:
         The samples, and what became of the lines.
@@ -151,8 +149,6 @@ def load_samples(
             samples += _checked(_sequences(record, where, rules, counts), where, rules, counts)
         except Unusable as reason:
             counts.skip(str(reason))
-        if progress is not None:
-            progress(counts.lines)
     if not samples:
         what = f"{counts.lines} lines; {counts._reasons()}" if counts.lines else "there are no lines"
         raise InputError(f"{', '.join(sources)}: nothing to train on: {what}")

@@ -80,17 +80,8 @@ def draft_vocabulary(counts: np.ndarray, size: int, required: Collection[int] = 
     return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
 
 
-def save_counts(path: Path, counts: np.ndarray) -> None:
-    """Write token counts int64 [V]: as JSON {"id": count} of those that occur for a name ending in .json, else as numpy's .npz."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps({str(token): int(counts[token]) for token in np.flatnonzero(counts)}) + "\n")
-    else:
-        with path.open("wb") as file:
-            np.savez_compressed(file, counts=counts)
-
-
 def load_counts(path: Path, vocab_size: int) -> np.ndarray:
-    """Token counts int64 [V] from what `save_counts` wrote, or from the token_freq.pt of speculators.
+    """Token counts int64 [V]: from JSON, {"id": count}; numpy's .npz with an array `counts` [V]; or the token_freq.pt of speculators.
 
     Raises:
         InputError: the file is neither, or counts ids that a vocabulary of `vocab_size` does not have.

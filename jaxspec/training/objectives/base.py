@@ -10,7 +10,6 @@ from jaxspec.layers.argmax import argmax
 from jaxspec.layers.linear import project
 from jaxspec.layers.norm import rms_normalize
 from jaxspec.training.batch import Batch, Features
-from jaxspec.verifiers.decoder import Decoder
 
 # "verifier": a slot learns the verifier's distribution, its cross-entropy the most likely token. "data": cross-entropy on the
 # data's token; slots behind one that is no answer token don't count (DeepSpec).
@@ -35,18 +34,6 @@ class Target:
     eps: float = field(metadata={"static": True})
     offset: float = field(default=0.0, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
-
-    @classmethod
-    def of(cls, decoder: Decoder, target_ids: jax.Array | None) -> "Target":
-        """target_ids int32 [Vd]: the verifier ids of the draft vocabulary; None: the whole one."""
-        config = decoder.config
-        head = (decoder.embed if decoder.head is None else decoder.head).weight[...]
-        draft_ids = None
-        if target_ids is not None:
-            head = head[target_ids]
-            every = jnp.arange(target_ids.shape[0], dtype=jnp.int32)
-            draft_ids = jnp.full(config.vocab_size, -1, jnp.int32).at[target_ids].set(every)
-        return cls(decoder.norm.weight[...], head, draft_ids, config.norm_eps, config.norm_offset, config.logit_softcap)
 
     def logits(self, last: jax.Array) -> jax.Array:
         """last [..., D], the stream before the final norm -> float32 [..., Vd]; carries no gradient."""
