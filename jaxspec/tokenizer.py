@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.prompts import check_messages
+from jaxspec.prompts import check_messages, check_text
 
 Message = Mapping[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as templates name it, the most usual one first
@@ -29,7 +29,9 @@ class Tokenizer:
         """`tokenizer` is a transformers tokenizer."""
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template)
-        self.has_chat_template = tokenizer.chat_template is not None
+        self.has_chat_template = isinstance(tokenizer.chat_template, str) or "default" in (
+            tokenizer.chat_template or ()
+        )
         self.has_thinking_mode = "enable_thinking" in template
         self.has_answer_marks = re.search(r"{%-?\s*generation\s*-?%}", template) is not None
         self.reasoning_field = next((key for key in REASONING_FIELDS if re.search(rf"[.'\"]{key}\b", template)), None)
@@ -38,6 +40,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Plain text, with the special tokens the tokenizer puts round it (a BOS, for some models)."""
+        check_text(text, "the text")
         return self._tokenizer.encode(text)
 
     def encode_chat(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
@@ -82,7 +85,13 @@ class Tokenizer:
         mode = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._tokenizer.apply_chat_template([dict(message) for message in messages], **how, **mode)
-        except TemplateError as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+        ) as error:  # what templates do with what they expect not
             raise InputError(f"messages: the model's chat template refuses them: {error}") from error
 
     def mask_id(self, vocab_size: int) -> int | None:
@@ -112,16 +121,18 @@ def load_tokenizer(source: Path) -> Tokenizer | None:
     Raises:
         InputError: there are tokenizer files, but they cannot be read.
     """
-    if source.is_file():
-        from jaxspec.checkpoint.gguf_tokenizer import gguf_tokenizer
-
-        return Tokenizer(gguf_tokenizer(source))
-    if not any((source / name).is_file() for name in _TOKENIZER_FILES):
+    if not source.is_file() and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
     try:
+        if source.is_file():
+            from jaxspec.checkpoint.gguf_tokenizer import gguf_tokenizer
+
+            return Tokenizer(gguf_tokenizer(source))
+        from transformers import AutoTokenizer
+
         return Tokenizer(AutoTokenizer.from_pretrained(source, local_files_only=True))
+    except InputError:
+        raise
     except Exception as error:  # whatever transformers and tokenizers raise on a broken file
         reason = " ".join(str(error).split())
         raise InputError(f"{source}: its tokenizer cannot be read: {reason}") from error

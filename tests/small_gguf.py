@@ -1,6 +1,8 @@
 """Small GGUF files, written as llama.cpp's converter writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -83,9 +85,10 @@ def write_gguf(
     head: np.ndarray | None = None,
     quantised: gguf.GGMLQuantizationType | None = None,
     leave_out: tuple[str, ...] = (),
+    add: Mapping[str, float | str] = MappingProxyType({}),
 ) -> Path:
-    """A two-layer Llama with a byte-level tokenizer. `quantised`: how matrices are stored; `leave_out`: metadata to
-    omit.
+    """A two-layer Llama with a byte-level tokenizer. `quantised`: how matrices are stored; `leave_out`, `add`: metadata to omit, and
+    to have beside the rest.
     """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(2)
@@ -97,6 +100,8 @@ def write_gguf(
     if "rope.freq_base" not in leave_out:
         writer.add_rope_freq_base(50000.0)
     writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in add.items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
     _add_tokenizer(writer, pre)
     for name, value in weights().items():
         stored, form = llama_cpp_form(name, value)

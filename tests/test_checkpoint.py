@@ -1,6 +1,8 @@
 """Loading safetensors: every fault is one line that names the file or tensor; what loads is what was stored."""
 
+import errno
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -11,10 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.export import save_verifier
 from jaxspec.checkpoint.load import LoadedVerifier, abstract_decoder, load_verifier
+from jaxspec.checkpoint.write import save_tensors
 from jaxspec.errors import InputError
 from jaxspec.verifiers.families import parse_config
 
@@ -200,8 +205,20 @@ def test_tied_and_untied_heads(tmp_path, tied, present):
     weights = llama_weights()
     if not present:
         del weights["lm_head.weight"]
+    elif tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     module = load_verifier(write(tmp_path, {**LLAMA, "tie_word_embeddings": tied}, weights)).module
     assert (("head", "weight") in parameters(module)) == (not tied)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_used_whatever_the_config_says(tmp_path):
+    """As transformers does: tie_word_embeddings is then passed over."""
+    weights = llama_weights()
+    loaded = load_verifier(write(tmp_path / "tied", {**LLAMA, "tie_word_embeddings": True}, weights))
+    np.testing.assert_array_equal(parameters(loaded.module)["head", "weight"], weights["lm_head.weight"])
+    save_verifier(tmp_path / "saved", loaded)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert_same(load_verifier(tmp_path / "saved").module, loaded.module)
 
 
 def test_an_untied_head_that_is_absent_is_an_error(tmp_path):
@@ -259,6 +276,15 @@ def test_a_truncated_file_is_named_with_the_bytes_it_lacks(tmp_path, shards):
     assert failure(directory).startswith(f"{file}: truncated: 100 bytes are missing of the ")
 
 
+PAIR: dict = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def header(text: str = "", **entries: object) -> bytes:
+    """A file of 24 bytes of data with this header."""
+    written = (text or json.dumps(entries)).encode()
+    return len(written).to_bytes(8, "little") + written + bytes(24)
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -268,6 +294,15 @@ def test_a_truncated_file_is_named_with_the_bytes_it_lacks(tmp_path, shards):
         (b"\x02\0\0\0\0\0\0\0[]", "its safetensors header is damaged"),
         (b"\x02\0\0\0\0\0\0\0{}more", "4 bytes too long"),
         (b"GGUF\0\0\0\x7f" + bytes(64), "is not a safetensors file"),
+        (header(a={"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}), "its safetensors header is damaged"),
+        (header(a={"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}), "its safetensors header is damaged"),
+        (header(a={"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}), "its safetensors header is damaged"),
+        (header(a=PAIR, b=PAIR), "its safetensors header is damaged: tensor b begins at 0"),
+        (
+            header(a=PAIR, b=PAIR | {"data_offsets": [16, 24]}),
+            "its safetensors header is damaged: tensor b begins at 16",
+        ),
+        (header("[" * 100_000), "its safetensors header is damaged"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
     ],
 )
@@ -312,11 +347,13 @@ def test_paths_that_lead_nowhere(tmp_path):
     assert "no such directory or file" in failure(tmp_path / "none")
     assert "no such directory or file" in failure("./none/model.gguf")
     assert "not a directory, and not found in the hub or its cache" in failure("nobody/nothing")
+    assert "cannot be read" in failure("~nobody-of-this-name/model")
+    assert "File name too long" in failure("x" * 300)
     (tmp_path / "file.bin").write_bytes(b"x")
     assert "is a file, but not a .gguf" in failure(tmp_path / "file.bin")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff\xfe"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff\xfe", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
 def test_a_config_that_is_no_object_is_named(checkpoint, text):
     (checkpoint / "config.json").write_bytes(text.encode("latin-1"))
     assert failure(checkpoint).startswith(f"{checkpoint}/config.json: ")
@@ -453,3 +490,60 @@ def test_keys_and_values_of_sharing_layers_are_ignored(tmp_path):
     weights["model.layers.3.self_attn.v_proj.weight"] = np.ones((16, 16), np.float32)
     weights["model.layers.3.self_attn.k_norm.weight"] = np.ones(8, np.float32)
     assert_same(first.module, load_verifier(write(tmp_path / "model", GEMMA4, weights)).module)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_named(checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.chmod(0)
+    assert failure(checkpoint) == f"{file}: cannot be read: Permission denied"
+    checkpoint.chmod(0)
+    try:
+        assert failure(checkpoint) == f"{checkpoint}: cannot be read: Permission denied"
+    finally:
+        checkpoint.chmod(0o755)
+
+
+def test_a_file_that_cannot_be_opened_is_named(checkpoint, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("jaxspec.checkpoint.safetensors.read_header", refuse)
+    assert failure(checkpoint) == f"{checkpoint}/model.safetensors: cannot be read: Permission denied"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"eos_token": "x", "added_tokens_decoder": []}',
+        '{"eos_token": "x", "added_tokens_decoder": {"a": {"content": "x"}}}',
+    ],
+)
+def test_a_damaged_tokenizer_config_is_named(checkpoint, content):
+    (checkpoint / "tokenizer_config.json").write_text(content.replace("[]", '["x"]'))
+    assert f"{checkpoint}: tokenizer_config.json or tokenizer.json is damaged" in failure(checkpoint)
+
+
+def test_a_converted_verifier_keeps_its_generation_config(checkpoint, tmp_path):
+    """Servers take their sampling defaults from it."""
+    given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2], "pad_token_id": 0}
+    (checkpoint / "generation_config.json").write_text(json.dumps(given))
+    config = json.loads((checkpoint / "config.json").read_text()) | {"torch_dtype": "float16", "bos_token_id": 1}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    convert(checkpoint, tmp_path / "orbax", "orbax")
+    convert(tmp_path / "orbax", tmp_path / "back", "safetensors")
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == given | {"bos_token_id": 1}
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["dtype"] == "float32" and "torch_dtype" not in written
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch):
+    """safetensors has an error of its own for it."""
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("jaxspec.checkpoint.write.save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save_tensors({"a": np.zeros(2)}, tmp_path / "file")
+    assert caught.value.errno == errno.ENOSPC

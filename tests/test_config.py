@@ -261,3 +261,24 @@ def test_multimodal_configs_nest_the_text_model():
     assert not parse({**nested, "text_config": {**GEMMA4, "tie_word_embeddings": True}}).tied
     with pytest.raises(InputError, match="required field text_config is missing"):
         parse({"model_type": "gemma3"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*a number is wanted"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a number is wanted"),
+        ({"rms_norm_eps": -5.0}, "rms_norm_eps is -5; a number above 0 is wanted"),
+        ({"rope_theta": 0}, "rope_theta is 0; a number above 0 is wanted"),
+        ({"hidden_act": ["silu"]}, "hidden_act is .*supported: "),
+        ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differs by layer type"),
+    ],
+)
+def test_numbers_that_are_none_are_named(changes, said):
+    with pytest.raises(InputError, match=said):
+        parse(LLAMA, **changes)
+
+
+@pytest.mark.parametrize("named", [5, "LlamaForCausalLM", [5], {}])
+def test_classes_named_in_an_unknown_form_are_passed_over(named):
+    assert parse(LLAMA, architectures=named).num_layers == 3

@@ -154,14 +154,17 @@ def test_the_source_itself_is_no_target(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_failed_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     drafter = write(tmp_path / "drafter", block("dflash"), "z-lab")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("jaxspec.checkpoint.drafters.export.write_json", fail)
-    assert convert.main([str(drafter), str(tmp_path / "target"), "--to", "z-lab"]) == 1
+    said = refused(capsys, drafter, tmp_path / "target", "--to", "z-lab")
+    assert f"{tmp_path / 'target'}: cannot be written: disk full" in said
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 

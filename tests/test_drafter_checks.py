@@ -1,5 +1,6 @@
 """Bad drafter checkpoints, drafters of other verifiers, too many drafts, and what a format cannot hold: one line each."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tiny_drafters import (
 )
 
 from jaxspec import load_drafter, load_verifier
+from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.drafters.checks import check_drafts
 from jaxspec.checkpoint.drafters.content import read_content
 from jaxspec.checkpoint.drafters.export import save_drafter
@@ -32,9 +34,11 @@ from jaxspec.checkpoint.drafters.fit import fit
 from jaxspec.checkpoint.drafters.formats import FORMATS
 from jaxspec.checkpoint.drafters.load import EMBED_PATH, open_drafter
 from jaxspec.checkpoint.drafters.parsed import VerifierFacts
+from jaxspec.checkpoint.drafters.transformer import read_windows
 from jaxspec.checkpoint.load import LoadedVerifier
 from jaxspec.drafters.config import BlockConfig, ConfidenceConfig, DrafterConfig, EagleConfig, MarkovConfig
 from jaxspec.errors import InputError
+from jaxspec.verifiers.hf import Fields
 
 FC_NORM = EagleConfig(norm_before_residual=False, fc_norm=True)
 SLIDING = {"windows": (7, None)}
@@ -200,6 +204,30 @@ REFUSED = {
         put("layers.0.mlp_conv.base_kernel", np.zeros(3, np.float32)),
         "extra: layers.0.mlp",
     ),
+    "one parameter under two names": (
+        FLASH,
+        "z-lab",
+        put("model.fc.weight", np.zeros((D, 2 * D), np.float32)),
+        "tensors .*fc.weight and .*fc.weight are the same parameter",
+    ),
+    "rope by layer type": (
+        FLASH,
+        "speculators",
+        decoder_edit(rope_theta=None, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+        "rope_parameters differs by layer type",
+    ),
+    "rope by layer type in a flat file": (
+        eagle("eagle3"),
+        "eagle3",
+        config_edit(rope_theta=None, rope_parameters={"sliding_attention": {"rope_theta": 1e6}}),
+        "rope_parameters differs by layer type",
+    ),
+    "too few temperatures": (
+        spark(),
+        "speculators",
+        config_edit(jaxspec={"confidence_temperatures": [1.0] * 5}),
+        "has 5 confidence temperatures, and the block drafts 6",
+    ),
     "a tensor of another shape": (
         FLASH,
         "z-lab",
@@ -332,3 +360,37 @@ def test_dropped_parts_are_named(tmp_path: Path):
 def test_what_cannot_be_dropped_is_an_error(drop: tuple[str, ...], message: str):
     with pytest.raises(InputError, match=message):
         fit(content(spark()), FORMATS["speculators"], drop)
+
+
+def test_a_mask_embedding_beside_the_weights_is_not_passed_over(tmp_path: Path):
+    directory = write(tmp_path / "drafter", FLASH, "z-lab")
+    (directory / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"mask_embedding\.pt: a mask slot's embedding of its own is not supported"):
+        open_drafter(directory)
+
+
+def test_a_qwen3_window_without_a_size_is_transformers_own():
+    data = {"num_hidden_layers": 2, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    assert read_windows(Fields(data, "f"), qwen3=True) == [(True, 4096), (False, None)]
+    assert read_windows(Fields(data | {"sliding_window": None}, "f"), qwen3=True) == [(True, None), (False, None)]
+    assert read_windows(Fields(data, "f"), qwen3=False) == [(True, None), (False, None)]
+
+
+def test_orbax_of_parts_that_do_not_go_together_is_named(tmp_path: Path):
+    directory = write(tmp_path / "drafter", spark(), "orbax")
+    manifest = json.loads((directory / "jaxspec.json").read_text())
+    manifest["config"]["block"] = None
+    (directory / "jaxspec.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=f"{directory} config: ") as refused:
+        open_drafter(directory)
+    assert "\n" not in str(refused.value)
+
+
+def test_orbax_keeps_what_the_verifier_tells_of_itself(tmp_path: Path, verifier: LoadedVerifier):
+    drafter = write(tmp_path / "drafter", FLASH, "z-lab")
+    convert(drafter, tmp_path / "orbax", "orbax", verifier=verifier.path)
+    found = open_drafter(tmp_path / "orbax").verifier
+    assert (found.name, found.num_layers) == (str(verifier.path), verifier.config.num_layers)
+    wide = write(tmp_path / "wide", replace(FLASH, width=64, layers=FLASH.layers), "orbax")
+    with pytest.raises(InputError, match="width 64"):
+        convert(wide, tmp_path / "other", "orbax", verifier=verifier.path)

@@ -27,9 +27,11 @@ from transformers import AutoTokenizer
 
 from jaxspec import demo
 from jaxspec.checkpoint.export import save_verifier
+from jaxspec.checkpoint.gguf import GgufMetadata
 from jaxspec.checkpoint.gguf_tokenizer import gguf_tokenizer, write_tokenizer
 from jaxspec.checkpoint.load import load_verifier
 from jaxspec.errors import InputError
+from jaxspec.tokenizer import load_tokenizer
 
 TEXTS = [
     "Hello 12345 world's  été 日本語 🙂\n\n  x",
@@ -141,6 +143,34 @@ def test_what_cannot_be_loaded_is_named(tmp_path, options, problem):
         load_verifier(path)
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("add", "wanted"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, ("linear", 4.0)),  # llama.cpp's default kind
+        ({"llama.rope.scale_linear": 4.0}, ("linear", 4.0)),  # the key of older files
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, ("default", 1.0)),
+        ({"llama.rope.scaling.factor": 1.0}, ("default", 1.0)),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, ("yarn", 2.0)),
+    ],
+)
+def test_rope_scaling_is_as_llama_cpp_reads_it(tmp_path, add, wanted):
+    rope = load_verifier(write_gguf(tmp_path / "m.gguf", add=add)).config.layers[0].attention.rope
+    assert (rope.kind, rope.factor) == wanted
+
+
+def test_a_rope_attention_factor_is_not_passed_over(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", add={"llama.rope.scaling.attn_factor": 0.5})
+    with pytest.raises(InputError, match=r"rope\.scaling\.attn_factor is 0\.5, which is not supported"):
+        load_verifier(path)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf")
+    monkeypatch.setattr(GgufMetadata, "field", lambda self, key: ["x"] if key.endswith("merges") else "gpt2")
+    with pytest.raises(InputError, match=f"{path}: its tokenizer cannot be read"):
+        load_tokenizer(path)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 10, 2000, -100])

@@ -1,7 +1,7 @@
 """Converting a checkpoint: what it is, whether the other format can hold it, and a report of what was read and written."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from jaxspec.drafters.config import DrafterConfig
 from jaxspec.errors import InputError
 from jaxspec.sharding import mesh_of, put, split, verifier_layout
 from jaxspec.verifiers.families import drafter_kind
-from jaxspec.verifiers.hf import Fields
+from jaxspec.verifiers.hf import Fields, architectures
 
 _VERIFIER_TARGETS = ("safetensors", ORBAX)
 
@@ -76,11 +76,11 @@ def convert(
 ) -> Report:
     """Converts the drafter or verifier `src` to the new directory `dst`; arguments as on the command line.
 
-    dtype None keeps every tensor's own dtype; a verifier of several is written in the widest. mesh: the devices that a verifier's weights
-    lie on in between, as "tensor=8"; None: host memory. Raises InputError, one line, for everything that is wrong with the arguments or
-    the checkpoint, and for what the format cannot hold.
+    dtype None keeps every tensor's own dtype of a drafter; a verifier is written in bfloat16 where all of it is, else in float32.
+    mesh: the devices that a verifier's weights lie on in between, as "tensor=8"; None: host memory. Raises InputError, one line, for
+    everything that is wrong with the arguments or the checkpoint, and for what the format cannot hold.
     """
-    source, target = resolve(src), Path(dst).expanduser()
+    source, target = resolve(src), _target(dst)
     _check_target(source, target)
     wanted = None if dtype is None else checked_dtype(dtype)
     devices = mesh_of(mesh)
@@ -88,11 +88,26 @@ def convert(
         for flag, given in (("--drop", drop), ("--verifier", verifier)):
             if given:
                 raise InputError(f"{flag}: {source} is a verifier; {flag} goes with a drafter")
-        return _convert_verifier(source, target, to, wanted, devices)
+        return _reporting(target, lambda: _convert_verifier(source, target, to, wanted, devices))
     if mesh is not None:
         raise InputError(f"--mesh: {source} is a drafter, which host memory holds; --mesh goes with a verifier")
     lending = None if verifier is None else _lender(verifier)
-    return _convert_drafter(source, target, to, wanted, drop, lending)
+    return _reporting(target, lambda: _convert_drafter(source, target, to, wanted, drop, lending))
+
+
+def _target(dst: str | Path) -> Path:
+    try:
+        return Path(dst).expanduser()
+    except RuntimeError as error:  # no such user
+        raise InputError(f"{dst}: {error}") from error
+
+
+def _reporting(target: Path, convert: Callable[[], Report]) -> Report:
+    """Raises InputError where the disk fails, which is full or its limit reached."""
+    try:
+        return convert()
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _convert_drafter(
@@ -160,7 +175,7 @@ def _lender(path_or_id: str | Path) -> Lender:
     opened = open_verifier(path_or_id)
     config_file = opened.path / "config.json"
     given = read_json(config_file) if config_file.is_file() else opened.hf_config
-    return lender(opened, str(path_or_id), tuple(given.get("architectures") or ()))
+    return lender(opened, str(path_or_id), architectures(given))
 
 
 def _widest(opened: OpenedVerifier) -> np.dtype:

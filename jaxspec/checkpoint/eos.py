@@ -23,7 +23,12 @@ def eos_ids(directory: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
     text = hf_config.get("text_config")
     if isinstance(text, dict):
         found.update(_ids(text, where))
-    found.update(_tokenizer_ids(directory))
+    try:
+        found.update(_tokenizer_ids(directory))
+    except InputError:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{directory}: tokenizer_config.json or tokenizer.json is damaged: {error}") from error
     return tuple(sorted(found))
 
 

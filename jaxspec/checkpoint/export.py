@@ -12,6 +12,7 @@ from flax import nnx
 from jaxspec.checkpoint.fill import flat_parameters
 from jaxspec.checkpoint.load import LoadedVerifier
 from jaxspec.checkpoint.orbax import write_orbax
+from jaxspec.checkpoint.safetensors import read_json
 from jaxspec.checkpoint.write import MAX_SHARD_BYTES, new_directory, write_json, write_tensors
 from jaxspec.verifiers.families import FAMILIES, Family
 from jaxspec.verifiers.names import Link, expand
@@ -27,6 +28,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_GENERATION = "generation_config.json"
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -55,10 +57,12 @@ def write_directory(directory: Path, loaded: LoadedVerifier, max_shard_bytes: in
     config = exported_config(loaded)
     write_tensors(directory, _stored_tensors(leaves, FAMILIES[config["model_type"]]), max_shard_bytes)
     write_json(directory / "config.json", config)
-    ids = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    given = loaded.path / _GENERATION
+    generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    generation |= read_json(given) if given.is_file() else {}
     if loaded.eos_ids:
-        ids["eos_token_id"] = list(loaded.eos_ids)
-    write_json(directory / "generation_config.json", ids)
+        generation["eos_token_id"] = list(loaded.eos_ids)
+    write_json(directory / _GENERATION, generation)
     _copy_tokenizer(directory, loaded)
 
 
@@ -67,6 +71,8 @@ def write_orbax_directory(directory: Path, loaded: LoadedVerifier) -> None:
     arrays = {path: leaf[...] for path, leaf in flat_parameters(nnx.state(loaded.module)).items()}
     manifest = {"config": exported_config(loaded), "eos_ids": list(loaded.eos_ids)}
     write_orbax(directory, "verifier", manifest, arrays)
+    if (loaded.path / _GENERATION).is_file():
+        shutil.copyfile(loaded.path / _GENERATION, directory / _GENERATION)
     _copy_tokenizer(directory, loaded)
 
 
@@ -75,6 +81,7 @@ def exported_config(loaded: LoadedVerifier) -> dict[str, Any]:
     config = dict(loaded.hf_config)
     config["architectures"] = [_ARCHITECTURES[config["model_type"]]]
     config["tie_word_embeddings"] = loaded.config.tied
+    config.pop("torch_dtype", None)  # its older name
     config["dtype"] = str(loaded.module.embed.weight[...].dtype)
     return config
 

@@ -61,7 +61,10 @@ class GgufMetadata:
     def optional(self, key: str) -> Any:
         """A metadata value, None where it is absent."""
         field = self.reader.get_field(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except (ValueError, IndexError) as error:
+            raise InputError(f"{self.path}: metadata field {key} is damaged: {error}") from error
 
 
 class GgufSource:
@@ -156,9 +159,16 @@ def _rope(metadata: GgufMetadata, architecture: str, head_dim: int) -> dict[str,
         return metadata.optional(f"{architecture}.rope.{name}")
 
     rope = {"rope_type": "default", "rope_theta": optional("freq_base")}
-    if optional("scaling.type") not in (None, "none"):
-        rope["rope_type"] = optional("scaling.type")
-        rope["factor"] = metadata.field(f"{architecture}.rope.scaling.factor")
+    # as llama.cpp reads them: the kind is linear where a factor stands alone, which was called scale_linear before
+    factor = optional("scaling.factor") if optional("scaling.factor") is not None else optional("scale_linear")
+    kind = optional("scaling.type") or ("linear" if factor not in (None, 0, 1) else "none")
+    if optional("scaling.attn_factor") not in (None, 1):
+        raise InputError(
+            f"{metadata.path}: {architecture}.rope.scaling.attn_factor is {optional('scaling.attn_factor')}, which is not supported"
+        )
+    if kind != "none":
+        rope["rope_type"] = kind
+        rope["factor"] = metadata.field(f"{architecture}.rope.scaling.factor") if factor is None else factor
         if optional("scaling.original_context_length") is not None:
             rope["original_max_position_embeddings"] = optional("scaling.original_context_length")
     rotated = optional("dimension_count") or head_dim

@@ -1,6 +1,7 @@
 """Loading a verifier: a directory, a hub id or a .gguf file becomes a filled Decoder, one tensor at a time."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxspec.checkpoint.fill import (
     stored_dtype,
 )
 from jaxspec.checkpoint.gguf import GgufSource
-from jaxspec.checkpoint.match import Match, match
+from jaxspec.checkpoint.match import Match, head_is_embedding, match
 from jaxspec.checkpoint.orbax import OrbaxSource, is_orbax, read_manifest, tie_own_names
 from jaxspec.checkpoint.safetensors import SafetensorsSource, read_json
 from jaxspec.checkpoint.source import Source
@@ -35,7 +36,7 @@ from jaxspec.verifiers.families import Family, parse_config
 from jaxspec.verifiers.hf import Fields
 from jaxspec.verifiers.names import Path as ParameterPath
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "mask_embedding.pt"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     """
     if not str(path_or_id):
         raise InputError("the path is empty; a directory, a hub id or a .gguf file is wanted")
-    path = Path(path_or_id).expanduser()
+    path = _readable(Path(path_or_id))
     if path.exists() and revision is not None:
         raise InputError(f"{path}: is local and has no revision {revision!r}; only a hub id has one")
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
@@ -156,6 +157,18 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"{path_or_id}: not a directory, and not found in the hub or its cache: {reason}") from error
+
+
+def _readable(path: Path) -> Path:
+    """The path with its ~ replaced. Raises InputError where it is there and cannot be read."""
+    try:
+        path = path.expanduser()
+        if path.is_dir():
+            os.scandir(path).close()
+            (path / "config.json").exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return path
 
 
 def abstract_decoder(config: VerifierConfig, dtype: DTypeLike) -> Decoder:
@@ -177,7 +190,10 @@ def _open_directory(path: Path) -> OpenedVerifier:
     data = read_json(config_file)
     config, family = parse_config(data, str(config_file))
     text_config = data["text_config"] if family.nested else data
-    return OpenedVerifier(config, family, SafetensorsSource(path), text_config, eos_ids(path, data), path, path)
+    source = SafetensorsSource(path)
+    if config.tied and not head_is_embedding(source):  # as transformers, which then does not tie them
+        config = replace(config, tied=False)
+    return OpenedVerifier(config, family, source, text_config, eos_ids(path, data), path, path)
 
 
 def _open_orbax(path: Path) -> OpenedVerifier:

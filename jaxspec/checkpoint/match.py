@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxspec.checkpoint.safetensors import DTYPES
 from jaxspec.checkpoint.source import Source
 from jaxspec.config import VerifierConfig
@@ -86,6 +88,19 @@ def tie(
     if any(problems):
         raise InputError(f"{source.where}: tensors {'; '.join(problem for problem in problems if problem)}")
     return Match(tied, _summary(left_out))
+
+
+def head_is_embedding(source: Source) -> bool:
+    """Whether an output head that is stored beside the embedding equals it; true where none is stored."""
+    head = next((name for name in _HEADS if name in source.tensors), None)
+    embed = next(
+        (name for name in (f"{prefix}embed_tokens.weight" for prefix in _PREFIXES) if name in source.tensors), None
+    )
+    if head is None or embed is None:
+        return True
+    return source.tensors[head].shape == source.tensors[embed].shape and np.array_equal(
+        source.read(head), source.read(embed)
+    )
 
 
 def _stored_name(link: Link, prefix: str, source: Source) -> str:

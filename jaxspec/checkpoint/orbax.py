@@ -74,7 +74,7 @@ class OrbaxSource:
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         try:
             metadata = self._checkpointer.metadata(self._path).item_metadata
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from error
         if metadata is None:
             raise InputError(f"{self._path}: is not an orbax checkpoint")

@@ -57,6 +57,12 @@ class SafetensorsSource:
         self.tensors: dict[str, StoredTensor] = {}
         self._offsets: dict[str, int] = {}
         index = directory / _INDEX
+        try:
+            self._open(directory, index)
+        except OSError as error:
+            raise InputError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from error
+
+    def _open(self, directory: Path, index: Path) -> None:
         if (directory / _SINGLE).is_file():
             self._add(directory / _SINGLE)
         elif index.is_file():
@@ -101,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds a {type(data).__name__}; an object is wanted")
@@ -132,14 +138,21 @@ def read_header(path: Path) -> Header:
         for name, entry in entries.items():
             begin, stop = entry["data_offsets"]
             shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
+            if not all(type(number) is int and number >= 0 for number in (begin, stop, *shape)):
+                raise ValueError(f"tensor {name} has shape {list(shape)} at {begin}..{stop}")
             tensors[name] = StoredTensor(shape, dtype, stop - begin, path)
             offsets[name] = _LENGTH_BYTES + length + begin
             end = max(end, stop)
             if dtype in _READABLE and stop - begin != math.prod(shape) * _READABLE[dtype].itemsize:
                 raise InputError(f"{path}: tensor {name} of shape {list(shape)} and {dtype} has {stop - begin} bytes")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
+        at = 0
+        for begin, stop, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
+            if begin != at:
+                raise ValueError(f"tensor {name} begins at {begin}, and the one before it ends at {at}")
+            at = stop
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: its safetensors header is damaged: {error}") from error
     missing = _LENGTH_BYTES + length + end - size
     if missing > 0:

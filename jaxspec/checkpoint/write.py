@@ -1,5 +1,6 @@
 """Writing checkpoint directories: all or nothing, in one file or in shards with an index."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxspec.errors import InputError
 
 MAX_SHARD_BYTES = 4_000_000_000
+_FULL = {"No space left": errno.ENOSPC, "File too large": errno.EFBIG, "quota exceeded": errno.EDQUOT}
 
 
 @contextmanager
@@ -56,6 +59,15 @@ def write_tensors(
     _name_shards(directory, files, total)
 
 
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """One safetensors file. Raises OSError where it cannot be written, for which safetensors has an error of its own."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = next((n for text, n in _FULL.items() if text in str(error)), errno.EIO)
+        raise OSError(number, os.strerror(number) if number != errno.EIO else str(error), str(path)) from error
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """A JSON file as Hugging Face writes them."""
     path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
@@ -78,7 +90,7 @@ def _write_shard(directory: Path, index: int, tensors: dict[str, np.ndarray]) ->
     path = directory / f"{index}.part"
     path.touch()
     mode = path.stat().st_mode  # the user's umask; save_file would leave 0600
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_tensors(tensors, path)
     path.chmod(mode)
     return list(tensors)
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.config_json import to_json
 from jaxspec.checkpoint.load import OpenedVerifier
 from jaxspec.checkpoint.safetensors import DTYPES, read_header, read_json
+from jaxspec.checkpoint.write import save_tensors
 from jaxspec.errors import InputError
 from jaxspec.layers.decoder_layer import DecoderLayer
 from jaxspec.training.attention import Span, two_part_attention
@@ -235,7 +235,7 @@ def write_features(
             size += tensors[key].nbytes
             if size >= SHARD_BYTES or done == total:
                 path = directory / f"features-{number:05d}.safetensors"
-                _write_whole(path, lambda work, tensors=tensors: save_file(tensors, work))
+                _write_whole(path, lambda work, tensors=tensors: save_tensors(tensors, work))
                 number, tensors, size = number + 1, {}, 0
             if progress is not None:
                 progress(done, total)

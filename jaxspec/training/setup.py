@@ -27,6 +27,7 @@ from jaxspec.training.objectives.base import Target
 from jaxspec.training.recipe import DataRecipe, OptimizerRecipe, Recipe, VerifierRecipe
 from jaxspec.training.samples import Sample, hold_out, load_samples
 from jaxspec.training.vocabulary import count_texts, count_tokens, draft_vocabulary, ending_ids, load_counts
+from jaxspec.verifiers.hf import architectures
 
 Say = Callable[[str], None]
 """Takes a line that says what is being done or was found."""
@@ -148,7 +149,7 @@ def open_side(recipe: VerifierRecipe, say: Say) -> VerifierSide:
     name = recipe.name or (DEMO_HUB_ID if recipe.model == "demo" else recipe.model)
     config_file = opened.path / "config.json"
     given = read_json(config_file) if config_file.is_file() else opened.hf_config
-    lend = lender(opened, name, tuple(given.get("architectures") or ()))
+    lend = lender(opened, name, architectures(given))
     return VerifierSide(opened.path, opened, lend, load_tokenizer(opened.tokenizer_source), fingerprint(opened))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxspec.config import VerifierConfig
 from jaxspec.errors import InputError
 from jaxspec.verifiers import gemma3, gemma4, llama, qwen3
-from jaxspec.verifiers.hf import Fields
+from jaxspec.verifiers.hf import Fields, architectures
 from jaxspec.verifiers.names import Table
 
 
@@ -82,7 +82,7 @@ def parse_config(data: dict[str, Any], where: str) -> tuple[VerifierConfig, Fami
 def drafter_kind(data: dict[str, Any]) -> str | None:
     """The kind of drafter a config describes, None for anything else."""
     named = data.get("speculators_model_type")
-    names = [named] if isinstance(named, str) else data.get("architectures") or []
+    names = [named] if isinstance(named, str) else list(architectures(data))
     for name in names:
         for part, kind in _DRAFTER_ARCHITECTURES.items():
             if part in str(name).lower():

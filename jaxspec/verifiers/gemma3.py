@@ -69,7 +69,7 @@ def parse(fields: Fields) -> VerifierConfig:
         vocab_size=fields.integer("vocab_size", 262208),
         width=width,
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_positions=max_positions,
         tied=fields.flag("tie_word_embeddings", True),
         norm_offset=1.0,

@@ -101,7 +101,7 @@ def _verifier(
         vocab_size=fields.integer("vocab_size", 262144),
         width=width,
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_positions=max_positions,
         tied=fields.flag("tie_word_embeddings", True),
         embed_scale=width**0.5,

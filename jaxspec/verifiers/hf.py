@@ -2,6 +2,7 @@
 families share.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -56,9 +57,16 @@ class Fields:
     def number(self, name: str, default: float | None = _REQUIRED) -> float:
         """A number, as float."""
         value = self._value(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(name, f"is {value!r}; a number is wanted")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+            raise self.error(name, f"is {str(value)[:40]}; a number is wanted")
         return float(value)
+
+    def positive(self, name: str, default: float | None = _REQUIRED) -> float:
+        """A number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.error(name, f"is {value:g}; a number above 0 is wanted")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         """A number, or None where the field is absent or null."""
@@ -87,10 +95,16 @@ class Fields:
         return default
 
 
+def architectures(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The classes that a config names; none where it names them in no known form."""
+    value = data.get("architectures")
+    return tuple(name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
+
+
 def activation(fields: Fields, name: str, default: Activation) -> Activation:
     """The MLP's activation."""
     value = fields.get(name) or default
-    if value not in _ACTIVATIONS:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
         raise fields.error(name, f"is {value!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS[value]
 
@@ -145,6 +159,8 @@ def flat_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
             continue
         if not isinstance(value, dict):
             raise fields.error(name, f"is {value!r}; an object is wanted")
+        if FULL in value or SLIDING in value:
+            raise fields.error(name, "differs by layer type, which is not supported here")
         parameters.update(value)
         where = name
     top, nested = fields.optional_number("rope_theta"), parameters.get("rope_theta")
@@ -164,7 +180,7 @@ def rope_config(parameters: Fields, head_dim: int, max_positions: int) -> RopeCo
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in get_args(RopeKind):
         raise parameters.error("rope_type", f"is {kind!r}; supported: {', '.join(get_args(RopeKind))}")
-    theta = parameters.number("rope_theta")
+    theta = parameters.positive("rope_theta")
     partial = parameters.number("partial_rotary_factor", 1.0)
     if not 0.0 < partial <= 1.0:
         raise parameters.error("partial_rotary_factor", f"is {partial}; a share above 0 and up to 1 is wanted")
@@ -205,8 +221,8 @@ def rope_config(parameters: Fields, head_dim: int, max_positions: int) -> RopeCo
 def rope_by_layer_type(
     fields: Fields, defaults: dict[str, dict[str, Any]], head_dims: dict[str, int], max_positions: int
 ) -> dict[str, RopeConfig]:
-    """The rope of each layer type from nested `rope_parameters` (Gemma). What a type's object lacks comes from
-    `defaults`.
+    """The rope of each layer type from nested `rope_parameters` (Gemma). A type without an object is as in
+    `defaults`; an object without a theta has that of `defaults`, as in transformers.
     """
     given = fields.get("rope_parameters") or {}
     if not isinstance(given, dict) or set(given) - {FULL, SLIDING}:

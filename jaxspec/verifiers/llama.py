@@ -38,7 +38,7 @@ def parse(fields: Fields) -> VerifierConfig:
         vocab_size=fields.integer("vocab_size"),
         width=width,
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.positive("rms_norm_eps"),
         max_positions=max_positions,
         tied=fields.flag("tie_word_embeddings", False),
     )

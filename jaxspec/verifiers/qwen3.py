@@ -89,7 +89,7 @@ def _verifier(
         vocab_size=fields.integer("vocab_size"),
         width=fields.integer("hidden_size"),
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.positive("rms_norm_eps"),
         max_positions=max_positions,
         tied=fields.flag("tie_word_embeddings", False),
     )

@@ -64,7 +64,7 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
         width=fields.integer("hidden_size"),
         taps=taps(fields, "target_layer_ids", "output", num_layers),
         layers=_gemma_layers(fields) if gemma else read_layers(fields, sights, qk_norm=True, wide_first=eagle),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.positive("rms_norm_eps"),
         max_positions=fields.integer("max_position_embeddings"),
         own_embed=own_embed,
         own_head=own_head,

@@ -67,7 +67,7 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
             qk_norm="layers.0.self_attn.q_norm.weight" in names,
             wide_first=True,
         ),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.positive("rms_norm_eps"),
         max_positions=fields.integer("max_position_embeddings"),
         own_embed=own_embed,
         own_head=own_head,

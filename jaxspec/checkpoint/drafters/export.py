@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.checkpoint.config_json import to_json
 from jaxspec.checkpoint.drafters.content import DrafterContent, Lender, as_host
-from jaxspec.checkpoint.drafters.fit import DROPS, Fitted, apply_drops, check_fit, fit, parameter_paths
+from jaxspec.checkpoint.drafters.fit import DROPS, Fitted, apply_drops, check_fit, facts_of, fit, parameter_paths
 from jaxspec.checkpoint.drafters.formats import EAGLE3, FORMATS, Format
 from jaxspec.checkpoint.drafters.load import ORBAX, TARGET_IDS_PATH, OpenedDrafter
 from jaxspec.checkpoint.drafters.parsed import with_temperatures
@@ -37,7 +37,7 @@ def save_drafter(
     hold the drafter and where `path` exists.
     """
     if target == ORBAX:
-        dropped = apply_drops(content, drop, None)
+        dropped = replace(apply_drops(content, drop, None), verifier=facts_of(content, verifier))
         with new_directory(path) as work:
             _write_orbax(work, dropped, dtype)
         return tuple(f"dropped {DROPS[name]}" for name in drop)
@@ -55,6 +55,7 @@ def check_savable(
 ) -> None:
     """Raises InputError where `save_drafter` would because of the drafter's kind, without looking at its weights."""
     if target == ORBAX:
+        facts_of(content, verifier)
         apply_drops(content, drop, None)
     else:
         check_fit(content, FORMATS[target], drop, verifier)

@@ -53,13 +53,18 @@ def check_fit(
 ) -> tuple[VerifierFacts, DrafterContent]:
     """Raises InputError as `fit`, but for embedding and head, whose values it does not look at. Returns what is known of the verifier, and
     the content without the parts of `drop`."""
-    if verifier is not None:
-        check_verifier(content.config, content.verifier.num_layers, verifier.config, f"--verifier {verifier.name}")
-    facts = _facts(content.verifier, verifier)
+    facts = facts_of(content, verifier)
     dropped = apply_drops(content, drop, target)
     _refuse_known(dropped.config, target)
     _check_held(dropped.config, target, facts)
     return facts, dropped
+
+
+def facts_of(content: DrafterContent, verifier: Lender | None) -> VerifierFacts:
+    """What is known of the drafter's verifier, with `verifier` if that is given. Raises InputError where it is another's."""
+    if verifier is not None:
+        check_verifier(content.config, content.verifier.num_layers, verifier.config, f"--verifier {verifier.name}")
+    return _facts(content.verifier, verifier)
 
 
 def apply_drops(content: DrafterContent, drop: Sequence[str], target: Format | None) -> DrafterContent:

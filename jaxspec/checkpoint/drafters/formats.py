@@ -8,7 +8,7 @@ from jaxspec.checkpoint.drafters import deepspec, eagle3, speculators, zlab
 from jaxspec.checkpoint.drafters.parsed import Parsed, VerifierFacts
 from jaxspec.drafters.config import DrafterConfig
 from jaxspec.errors import InputError
-from jaxspec.verifiers.hf import Fields
+from jaxspec.verifiers.hf import Fields, architectures
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_format(fields: Fields, names: Set[str]) -> Format | None:
     """
     if fields.get("speculators_model_type") is not None:
         return SPECULATORS
-    classes = [str(name) for name in fields.get("architectures") or []]
+    classes = architectures(fields.data)
     deepspec_class = any(name in _DEEPSPEC_CLASSES for name in classes)
     if "fc.weight" not in names:
         return None

@@ -177,6 +177,10 @@ def open_drafter(
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path}: has no config.json")
+    if (path / "mask_embedding.pt").exists():
+        raise InputError(
+            f"{path / 'mask_embedding.pt'}: a mask slot's embedding of its own is not supported; without the file the mask token's is used"
+        )
     data = read_json(config_file)
     source = CanonicalSource(SafetensorsSource(path))
     fields = Fields(data, str(config_file))
@@ -184,6 +188,7 @@ def open_drafter(
     found = detect_format(fields, names)
     parsed = found.read(fields, names, verifier_layers)
     config = parsed.config
+    _check_temperatures(config, str(config_file))
     target_ids = read_target_ids(source, config)
     links = expand(table(config), own_shapes(config), "")
     tied = tie([(link, link.name) for link in links], source, ignored)
@@ -194,13 +199,27 @@ def _open_orbax(path: Path) -> OpenedDrafter:
     manifest = read_manifest(path, "drafter")
     config = from_json(DrafterConfig, manifest.get("config"), f"{path} config")
     verifier = from_json(VerifierFacts, manifest.get("verifier"), f"{path} verifier")
+    _check_temperatures(config, f"{path} config")
     source = OrbaxSource(path)
     map_name = name_of(TARGET_IDS_PATH)
-    tied = tie_own_names(own_shapes(config), source, {map_name} if config.reduced_vocab else set())
+    try:
+        shapes = own_shapes(config)
+    except ValueError as error:  # parts that do not go together
+        raise InputError(f"{path} config: {error}") from error
+    tied = tie_own_names(shapes, source, {map_name} if config.reduced_vocab else set())
     if config.reduced_vocab and map_name not in source.tensors:
         raise InputError(f"{path}: the draft vocabulary is reduced, but {map_name} is missing")
     target_ids = source.read(map_name) if config.reduced_vocab else None
     return OpenedDrafter(config, ORBAX, path, manifest, verifier, source, tied.links, target_ids)
+
+
+def _check_temperatures(config: DrafterConfig, where: str) -> None:
+    block = config.block
+    given = 0 if block is None or block.confidence is None else len(block.confidence.temperatures)
+    if block is not None and 0 < given < block.max_drafts:
+        raise InputError(
+            f"{where}: has {given} confidence temperatures, and the block drafts {block.max_drafts}; one for each is wanted"
+        )
 
 
 def abstract_drafter(config: DrafterConfig, dtype: DTypeLike) -> DrafterModule:

@@ -28,7 +28,7 @@ from jaxspec.checkpoint.drafters.transformer import (
 )
 from jaxspec.drafters.config import BlockConfig, DrafterConfig, EagleConfig, Method
 from jaxspec.errors import InputError
-from jaxspec.verifiers.hf import SLIDING, Fields
+from jaxspec.verifiers.hf import SLIDING, Fields, architectures
 
 NAME = "speculators"
 _ARCHITECTURES = {
@@ -81,7 +81,7 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
         width=layers.integer("hidden_size"),
         taps=aux,
         layers=read_layers(layers, sights, qk_norm=not eagle or model_type == "qwen3", wide_first=eagle),
-        norm_eps=layers.number("rms_norm_eps"),
+        norm_eps=layers.positive("rms_norm_eps"),
         max_positions=layers.integer("max_position_embeddings"),
         own_embed=own_embed,
         own_head=own_head,
@@ -224,4 +224,4 @@ def _verifier(fields: Fields) -> VerifierFacts:
     if section.get("verifier") is None:
         return VerifierFacts()
     verifier = section.section("verifier")
-    return VerifierFacts(verifier.get("name_or_path"), tuple(verifier.get("architectures") or ()))
+    return VerifierFacts(verifier.get("name_or_path"), architectures(verifier.data))

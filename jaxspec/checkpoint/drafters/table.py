@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.checkpoint.source import Source, StoredTensor
 from jaxspec.drafters.config import DrafterConfig
+from jaxspec.errors import InputError
 from jaxspec.verifiers.names import ATTENTION, MLP, PRE_NORMS, QK_NORMS, SANDWICH_NORMS, Rule, Table
 
 EMBED, HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -58,7 +59,13 @@ class CanonicalSource:
 
     def __init__(self, source: Source):
         self._source = source
-        self._stored = {canonical(name): name for name in source.tensors}
+        self._stored: dict[str, str] = {}
+        for name in source.tensors:
+            other = self._stored.setdefault(canonical(name), name)
+            if other != name:
+                raise InputError(
+                    f"{source.where}: tensors {other} and {name} are the same parameter; only one of them can be"
+                )
         self.where = source.where
 
     @property

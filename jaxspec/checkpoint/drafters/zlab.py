@@ -26,7 +26,7 @@ from jaxspec.checkpoint.drafters.transformer import (
 )
 from jaxspec.drafters.config import BlockConfig, DrafterConfig
 from jaxspec.errors import InputError
-from jaxspec.verifiers.hf import SLIDING, Fields
+from jaxspec.verifiers.hf import SLIDING, Fields, architectures
 from jaxspec.verifiers.taps import default_output_ids
 
 NAME = "z-lab"
@@ -40,7 +40,7 @@ def is_dspark(fields: Fields, names: Set[str]) -> bool:
     return (
         merged.get("projector_type") == "dspark"
         or merged.get("markov_rank") is not None
-        or any("dspark" in str(name).lower() for name in fields.get("architectures") or [])
+        or any("dspark" in str(name).lower() for name in architectures(fields.data))
         or any(name.startswith(("markov_head.", "confidence_head.")) for name in names)
     )
 
@@ -75,7 +75,7 @@ def read(fields: Fields, names: Set[str], num_layers: int | None) -> Parsed:
             qk_norm=True,
             wide_first=False,
         ),
-        norm_eps=merged.number("rms_norm_eps"),
+        norm_eps=merged.positive("rms_norm_eps"),
         max_positions=merged.integer("max_position_embeddings"),
         own_embed=own_embed,
         own_head=own_head,
