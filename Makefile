@@ -38,7 +38,7 @@ define environment
 	fi
 endef
 
-.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train bench-device aot clean
+.PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train bench-device aot clean FORCE
 
 help:
 	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
@@ -69,13 +69,14 @@ $(VENV)/.installed-dev: pyproject.toml
 	@$(call pip,$(VENV)) -e ".[dev]"
 	@touch $(VENV)/.installed $@
 
-$(LATEST)/.installed-dev: pyproject.toml
+# Each time, as newer releases come out without pyproject.toml changing.
+$(LATEST)/.installed-dev: pyproject.toml FORCE
 	@$(call environment,$(LATEST),newest)
 	@echo "installing jaxspec and its development tools into $(LATEST) (about a minute)"
 	@$(call pip,$(LATEST)) --upgrade --upgrade-strategy eager -e ".[dev]"
 	@touch $@
 
-$(REFERENCE)/.installed: pyproject.toml
+$(REFERENCE)/.installed: pyproject.toml Makefile
 	@$(call environment,$(REFERENCE),3.11)
 	@echo "installing torch and the reference implementations into $(REFERENCE) (a few minutes)"
 	@$(call pip,$(REFERENCE)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[reference]"
@@ -131,13 +132,14 @@ bench-cycle: $(REFERENCE)/.installed
 	@$(REFERENCE)/bin/python tools/bench_cycle.py $(BENCH_FLAGS)
 
 # CUDA is jax's extra for the GPU's driver: cuda12 or cuda13.
-$(DEVICE)/.installed: pyproject.toml
+$(DEVICE)/.installed-$(CUDA): pyproject.toml
+	@if ls $(DEVICE)/.installed* 2>/dev/null | grep -qv -- '-$(CUDA)$$'; then rm -rf $(DEVICE); fi
 	@$(call environment,$(DEVICE))
 	@echo "installing jaxspec with JAX for CUDA into $(DEVICE) (a few minutes)"
 	@$(call pip,$(DEVICE)) -e ".[$(CUDA)]"
 	@touch $@
 
-bench-device: $(DEVICE)/.installed
+bench-device: $(DEVICE)/.installed-$(CUDA)
 	@$(DEVICE)/bin/python tools/bench_device.py $(BENCH_FLAGS)
 
 aot: $(AOT)/.installed

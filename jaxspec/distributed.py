@@ -50,19 +50,21 @@ def start(args: Namespace) -> None:
             if value is not None:
                 raise InputError(f"--{name.replace('_', '-')} goes with {PREFIX}; add that flag")
         return
+    said = {name: f"--{name.replace('_', '-')}" for name in given}  # where each comes from
     for name in ("num_processes", "process_id"):
         variable = f"JAX_{name.upper()}"
         if given[name] is None and variable in os.environ:
-            given[name] = _whole_number(variable, os.environ[variable])
+            given[name], said[name] = _whole_number(variable, os.environ[variable]), variable
     number, total = given["process_id"], given["num_processes"]
     if total is not None and total < 1:
-        raise InputError(f"--num-processes is {total}; at least 1 is wanted")
+        raise InputError(f"{said['num_processes']} is {total}; at least 1 is wanted")
     if number is not None and (number < 0 or (total is not None and number >= total)):
         most = "the number of processes less one" if total is None else total - 1
-        raise InputError(f"--process-id is {number}; it counts from 0 to {most}")
+        raise InputError(f"{said['process_id']} is {number}; it counts from 0 to {most}")
     address = given["coordinator_address"] or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address is not None and not address.rpartition(":")[2].isdigit():
-        raise InputError(f"--coordinator-address is {address!r}; HOST:PORT is wanted")
+        named = said["coordinator_address"] if given["coordinator_address"] else "JAX_COORDINATOR_ADDRESS"
+        raise InputError(f"{named} is {address!r}; HOST:PORT is wanted")
     import jax
 
     _keep_stdout()

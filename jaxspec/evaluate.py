@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     distributed.start(args)
     asked, drafters, drafts = _speculation(args)
     params = _sampling_params(args)
-    _check_mode(args, asked)
+    _check_mode(args, asked, drafters)
     items = _prompts(args)
     distributed.agree(args, prompts=items)
     writes = distributed.first()
@@ -150,15 +150,19 @@ def _sampling_params(args: Namespace) -> SamplingParams:
     )
 
 
-def _check_mode(args: Namespace, asked: SpeculativeConfig) -> None:
+def _check_mode(args: Namespace, asked: SpeculativeConfig, drafters: Sequence[str]) -> None:
     """Flags that don't go together."""
     if args.draws is not None and (not args.check_lossless or args.draws < 1):
         raise InputError(f"--draws {args.draws} must be at least 1, and goes with --check-lossless")
     if args.check_lossless and asked.rejection_sample_method == "synthetic":
         raise InputError("--check-lossless: rejection_sample_method synthetic is not lossless, by design")
+    if args.doctor and asked.rejection_sample_method == "synthetic":
+        raise InputError(
+            "--doctor: rejection_sample_method synthetic accepts whatever the drafts are; leave one of them out"
+        )
     if args.distributed and (args.check_lossless or args.doctor):
         raise InputError("--distributed goes with measuring; run --check-lossless and --doctor as one process")
-    if args.doctor and not args.drafter and asked.model is None and args.model is not None:
+    if args.doctor and not drafters:
         raise InputError("--doctor needs --drafter, and there is none")
     for flag, name in [*_files(args), ("--profile-dir", args.profile_dir)]:
         if name is not None and flag != "--json" and (args.check_lossless or args.doctor):

@@ -140,7 +140,7 @@ def rows(mesh: Mesh, leading: int = 0) -> NamedSharding:
 
 
 def put(tree: Any, sharding: NamedSharding) -> Any:
-    """Arrays, of equal values in every process, placed; those that already lie on several devices stay the way they are."""
+    """Arrays, of equal values in every process, placed; those that already lie so are taken as they are."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
 

@@ -20,6 +20,7 @@ from jaxspec.decoding.state import NO_TOKEN, DecodeState, Finish, Requests, pad_
 from jaxspec.decoding.stopping import REPLACEMENT, Answer
 from jaxspec.errors import InputError
 from jaxspec.layers.cache import KVCache
+from jaxspec.prompts import collect_prompts
 from jaxspec.tokenizer import Tokenizer
 
 CONFIG = tiny_config()
@@ -474,3 +475,34 @@ def test_the_cache_of_programs_is_limited_as_the_user_says(tmp_path, monkeypatch
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_prompts_are_what_their_key_says(engine):
+    for prompt, said in (
+        ({"prompt_ids": "1,2,3"}, "prompt_ids is '1,2,3'; a list of token ids is wanted"),
+        ({"prompt": [1, 2]}, r"prompt is \[1, 2\]; a text is wanted"),
+        (b"Hello", "must be a text, a list of token ids, or a mapping"),
+    ):
+        with pytest.raises(InputError, match=said):
+            engine.generate([prompt])
+
+
+def test_text_that_is_no_unicode_is_refused_by_name(engine):
+    half = "\ud800 hello"  # JSON can hold it, UTF-8 cannot
+    with pytest.raises(InputError, match=r"the text is not text: character 1 is .*ud800"):
+        engine.generate([half])
+    with pytest.raises(InputError, match="message 2 is not text"):
+        engine.generate([{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": half}]}])
+    with pytest.raises(InputError, match="PROMPT 1 is not text"):
+        collect_prompts([half], None, None)
+
+
+def test_templates_that_fail_are_one_line():
+    fast = byte_tokenizer()
+    fast.chat_template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(InputError, match="the model's chat template refuses them"):
+        Tokenizer(fast).encode_chat([{"role": "user", "content": "a"}])
+    fast.chat_template = {"tools": CHAT_TEMPLATE}  # named ones, and none for plain messages
+    assert not Tokenizer(fast).has_chat_template
+    fast.chat_template = {"default": CHAT_TEMPLATE, "tools": CHAT_TEMPLATE}
+    assert Tokenizer(fast).has_chat_template

@@ -25,8 +25,9 @@ from jaxspec.decoding.result import Cycle, Result
 from jaxspec.decoding.speculative import SpeculativeConfig
 from jaxspec.drafters.base import Choose, Context, Proposal
 from jaxspec.drafters.build import build_drafter
+from jaxspec.errors import InputError
 from jaxspec.evaluate import NAME, main
-from jaxspec.evaluation.distribution import check_draws, chi_square
+from jaxspec.evaluation.distribution import check_drafters, check_draws, chi_square
 from jaxspec.evaluation.doctor import (
     Subject,
     Trial,
@@ -216,6 +217,16 @@ def test_a_sampler_that_takes_every_draft_fails_the_chi_square_test(models, answ
     assert passed == [True, False]
 
 
+def test_draws_that_can_test_nothing_are_refused(models):
+    """A test of no cells holds whatever came out."""
+    flat, verifier = SamplingParams(temperature=100.0), Judge(models.verifier.module)
+    with pytest.raises(InputError, match="--draws 8 is too few to test anything"):
+        check_draws("any", models.engine(None, None, max_batch_size=8), verifier, PROMPTS[0], flat, 8)
+    longest = [1] * (models.config.max_positions - 1)
+    with pytest.raises(InputError, match="two more do not fit"):
+        check_drafters(models, [], longest, flat, 8, lambda line: None)
+
+
 def test_chi_square_pools_what_is_rare_and_sees_what_is_impossible():
     p = np.array([0.5, 0.3, 0.17, 0.02, 0.01, 0.0])
     assert chi_square(Counter({0: 50, 1: 30, 2: 17, 3: 2, 4: 1}), p) == (pytest.approx(0.0, abs=1e-9), 2, True)
@@ -387,6 +398,12 @@ def test_bad_prompts_are_one_line(folder, capsys, argv, wanted):
     assert err.count("\n") == 1 and wanted.format(folder) in err
 
 
+SYNTHETIC = [
+    "--speculative-config",
+    '{{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}}',
+]
+
+
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
@@ -410,6 +427,15 @@ def test_bad_prompts_are_one_line(folder, capsys, argv, wanted):
         ),
         (["--num-speculative-tokens", "3"], "--num-speculative-tokens needs --drafter"),
         (["--doctor"], "--doctor needs --drafter"),
+        (["--doctor", "--drafter", "none"], "--doctor needs --drafter"),
+        (
+            [*SYNTHETIC, "--doctor", "--drafter", "{}/flash"],
+            "--doctor: rejection_sample_method synthetic accepts whatever the drafts are",
+        ),
+        (
+            [*SYNTHETIC[:1], SYNTHETIC[1].replace("2", "NaN"), "--drafter", "{}/flash"],
+            "synthetic_acceptance_length is nan",
+        ),
         (["--doctor", "--check-lossless"], "not allowed with"),
         (["--draws", "5"], "--draws 5 must be at least 1, and goes with --check-lossless"),
         (["--check-lossless", "--draws", "5", "--dtype", "bfloat16"], "--draws needs --dtype float32"),

@@ -208,7 +208,7 @@ def test_two_devices_share_the_matrices_and_exchange_two_sums_a_layer(small):
     reduced, gathered = passed.collectives
     assert (reduced.kind, reduced.count, reduced.nbytes) == ("all-reduce", 2 * 3 + 1, 2 * 4 * 576 * 4)
     assert (gathered.kind, gathered.count, gathered.nbytes) == ("all-gather", 1, 2 * 4 * 49_152 * 4)
-    assert reduced.sent(2) == reduced.count * reduced.nbytes  # a ring of two: each sends half, twice
+    assert reduced.sent == reduced.count * reduced.nbytes  # a ring of two: each sends half, twice
     drafted = collectives_of(draft(shared, 2, 1000))
     assert drafted["all-reduce"]["count"] == 2 * 2 + 1 and drafted["all-gather"]["bytes"] == 2 * 3 * 8192 * 4
     assert verify(alone, 2, 1000, 3).collectives == ()

@@ -55,6 +55,10 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     [
         ("temperature", -0.1, "at least 0"),
         ("temperature", math.nan, "at least 0"),
+        ("temperature", 1e39, "at most 1000000"),
+        ("stop", None, "must be a sequence"),
+        ("stop_token_ids", 5, "must be a sequence"),
+        ("logit_bias", None, "must be a mapping"),
         ("temperature", math.inf, "at least 0"),
         ("temperature", "warm", "at least 0"),
         ("top_p", 0, "above 0 and at most 1"),
@@ -63,8 +67,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
         ("top_k", 1.5, "whole number"),
         ("min_p", -0.1, "at least 0 and at most 1"),
         ("min_p", 1.1, "at least 0 and at most 1"),
-        ("repetition_penalty", 0, "above 0"),
-        ("repetition_penalty", -1.0, "above 0"),
+        ("repetition_penalty", 0, "at least 0.001 and at most 1000"),
+        ("repetition_penalty", 1e39, "at least 0.001 and at most 1000"),
         ("presence_penalty", 2.1, "at most 2"),
         ("frequency_penalty", -2.1, "at least -2"),
         ("max_new_tokens", 0, "at least 1"),
@@ -231,3 +235,17 @@ def test_drafts_chosen_together_equal_those_chosen_one_by_one(how):
             np.testing.assert_allclose(log_q[:, slot], expected_log_q[:, 0], rtol=1e-5)
             first, second = np.isfinite(expected_log_q[:, 0]).sum(-1)
             assert first > 128 > second
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_p=1e-46),
+        SamplingParams(temperature=1e6, min_p=1.0),
+        SamplingParams(temperature=1.0, top_p=1e-40, repetition_penalty=1e-3),
+    ],
+)
+def test_the_most_extreme_values_still_take_the_likeliest_token(params):
+    logits = jnp.zeros((1, 300)).at[0, 7].set(1.0)
+    kept = np.asarray(filter_logits(logits, SamplingRows.of([params], [0])))[0]
+    assert np.flatnonzero(np.isfinite(kept) & (kept > -1e30)).tolist() == [7]

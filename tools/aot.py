@@ -25,11 +25,11 @@ import jax
 from aot_gate import programs, resources
 
 from jaxspec.forecast.compiled import Exchanged, Memory, collectives, memory
+from jaxspec.forecast.devices import GPUS
 from jaxspec.forecast.target import NAMES, Target, missing
 
 GB = 1e9
-SIZES = {"40 GB": 40 * 1024**3, "80 GB": 80 * 1024**3}
-RESERVED = 2 * 1024**3  # of a device's memory, for the CUDA context and XLA's libraries
+SIZES = {"40 GB": GPUS["a100-40gb"], "80 GB": GPUS["a100-80gb"]}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def compile_case(case: programs.Case, details: bool) -> Report:
         found = resources.kernels(compiled, Path(folder)) if details else []
     needed = memory(compiled)
     ours = [kernel for kernel in found if kernel.name.startswith(("block_attention", "kv_injection"))]
-    fits = [size for size, capacity in SIZES.items() if needed.total <= capacity - RESERVED]
+    fits = [size for size, device in SIZES.items() if needed.total <= device.usable]
     return Report(name, seconds, None, ours, needed, collectives(compiled), fits)
 
 

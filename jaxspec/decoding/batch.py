@@ -70,19 +70,19 @@ class Batch:
                 state, dispatch = self._programs.decode(state, fixed, cycles, self._logprobs)
                 records = jax.tree.map(np.asarray, dispatch.records)
                 finish = np.array(dispatch.finish)
-            self._records.append(records)
-            new = []
-            for row, answer in enumerate(self._answers):
-                before = len(answer.token_ids)
-                if not answer.stopped:
-                    tokens = records.tokens[:, row]
-                    answer.extend(tokens[tokens != NO_TOKEN].tolist())
-                if answer.stopped:
-                    finish[row] = Finish.STOP
-                new.append(answer.token_ids[before:])
-            if (finish != np.asarray(dispatch.finish)).any():
-                state = replace(state, finish=self._programs.place(jnp.array(finish)))
-            self._finish = finish
+                self._records.append(records)
+                new = []
+                for row, answer in enumerate(self._answers):
+                    before = len(answer.token_ids)
+                    if not answer.stopped:
+                        tokens = records.tokens[:, row]
+                        answer.extend(tokens[tokens != NO_TOKEN].tolist())
+                    if answer.stopped:
+                        finish[row] = Finish.STOP
+                    new.append(answer.token_ids[before:])
+                if (finish != np.asarray(dispatch.finish)).any():
+                    state = replace(state, finish=self._programs.place(jnp.array(finish)))
+                self._finish = finish
             yield new
 
     def new_text(self, row: int) -> str:

@@ -236,8 +236,15 @@ class Engine:
         """
         if params.stop or params.logprobs is not None:
             raise InputError("stop strings and logprobs are not supported where rows are refilled; leave them out")
+        if len(seeds) != len(prompts):
+            raise InputError(f"seeds has {len(seeds)} entries for {len(prompts)} prompts; one for each is wanted")
+        rows = rows or self._max_batch_size
+        if self._programs.plan.steps_per_s is not None and rows > self._max_batch_size:
+            raise InputError(
+                f"rows is {rows}; adaptive verification knows the costs of at most max_batch_size {self._max_batch_size}"
+            )
         requests = self._requests(prompts, [replace(params, seed=seed) for seed in seeds])
-        return run_refilled(self._programs, requests, rows or self._max_batch_size)
+        return run_refilled(self._programs, requests, rows)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Answer one prompt piece by piece; the last event holds the result.
@@ -288,7 +295,7 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(
-                f"params has {len(params)} entries for {len(prompts)} prompts; it must have one or as many"
+                f"params has {len(params)} entries for {len(prompts)} prompts; one SamplingParams or a list of as many is wanted"
             )
         # Where none is given one is drawn, the same in every process.
         seeds = distributed.same(np.array([secrets.randbits(32) for _ in (*prompts, *prompts)], np.uint32)).tolist()
@@ -349,10 +356,14 @@ class Engine:
             if key == "messages":
                 return self._require_tokenizer(where).encode_chat(prompt[key])
             prompt = prompt[key]
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise InputError(
+                    f"{where}: {key} is {prompt!r}; {'a text' if key == 'prompt' else 'a list of token ids'} is wanted"
+                )
         if isinstance(prompt, str):
             # Some tokenizers put a BOS before nothing: an empty text is empty all the same.
             return self._require_tokenizer(where).encode(prompt) if prompt else ()
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise InputError(f"{where} is {prompt!r}; it must be a text, a list of token ids, or a mapping")
         return prompt
 

@@ -20,11 +20,11 @@ class SamplingParams:
 
     Fields, with their allowed values:
         max_new_tokens: most tokens to generate, >= 1. The answer also ends where prompt and answer reach the model's longest sequence.
-        temperature: >= 0; 0 (and anything below 1e-5) takes the most likely token, the lowest id among equals.
+        temperature: 0 .. 1e6; 0 (and anything below 1e-5) takes the most likely token, the lowest id among equals.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
-        repetition_penalty: > 0; logits of tokens in prompt or answer are divided by it where positive, multiplied where negative.
+        repetition_penalty: in [0.001, 1000]; divides positive logits of tokens in prompt or answer, multiplies negative ones.
         presence_penalty: in [-2, 2]; subtracted from the logit of every token already in the answer.
         frequency_penalty: in [-2, 2]; subtracted once for each occurrence in the answer.
         seed: 0 .. 2**64 - 1; None draws one afresh for every request.
@@ -56,15 +56,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _whole("max_new_tokens", self.max_new_tokens, 1)
-        _number("temperature", self.temperature, 0)
+        _number("temperature", self.temperature, 0, 1e6)
         _whole("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0, 1, above=True)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
             _whole("seed", self.seed, 0, SEED_LIMIT - 1)
+        for name, kind in (("stop", Sequence), ("stop_token_ids", Sequence), ("logit_bias", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__.lower()}")
         if isinstance(self.stop, str):
             raise InputError(f"stop is {self.stop!r}; it must be a sequence of strings, such as ({self.stop!r},)")
         for text in self.stop:

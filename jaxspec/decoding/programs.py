@@ -54,7 +54,7 @@ class Programs:
 
     Attributes:
         compile_s: seconds spent compiling so far.
-        keys: one tuple for each compiled program: its name and the sizes it was compiled for.
+        compiled: the compiled programs by name and the sizes they were compiled for.
     """
 
     def __init__(

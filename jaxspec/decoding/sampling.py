@@ -21,6 +21,9 @@ from jaxspec.decoding.randomness import Purpose, draw_keys, seed_words, uniform
 from jaxspec.decoding.support import Support, find_support
 from jaxspec.layers.argmax import argmax
 
+# Of a vocabulary of up to a million tokens the likeliest alone reaches it; float32 holds no arbitrarily small one.
+LEAST_TOP_P = 1e-6
+
 CHUNK = 128  # tokens of a vocabulary that are drawn among together
 
 
@@ -51,7 +54,7 @@ class SamplingRows:
         return cls(
             temperature=floats([p.temperature for p in params]),
             top_k=jnp.array([min(p.top_k, 2**31 - 1) for p in params], jnp.int32),
-            top_p=floats([p.top_p for p in params]),
+            top_p=floats([max(p.top_p, LEAST_TOP_P) for p in params]),
             min_p=floats([p.min_p for p in params]),
             repetition_penalty=floats([p.repetition_penalty for p in params]),
             presence_penalty=floats([p.presence_penalty for p in params]),

@@ -28,6 +28,7 @@ def keep_scheduled(confidence: jax.Array, running: jax.Array, steps_per_s: jax.A
         int32 [B], drafts kept.
     """
     batch, drafts = confidence.shape
+    assert steps_per_s.shape[0] >= batch * (drafts + 1), "the cost curve ends too early"
     survival = jnp.where(running[:, None], jnp.cumprod(confidence, axis=1), -1.0)
     flat = survival.T.reshape(-1)  # slot by slot, so that of equal survivals a row's earlier draft comes first
     order = jnp.argsort(-flat, stable=True)

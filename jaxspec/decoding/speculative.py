@@ -5,6 +5,7 @@ Keys and meanings as in vLLM 0.33.0, vllm/config/speculative.py; `confidence_thr
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -131,7 +132,7 @@ class SpeculativeConfig:
                 "speculative config: rejection_sample_method synthetic needs exactly one of synthetic_acceptance_rates "
                 "and synthetic_acceptance_length"
             )
-        if length is not None and (not _number(length) or length < 1):
+        if length is not None and (not _number(length) or not 1 <= length < math.inf):
             raise _wrong("synthetic_acceptance_length", length, "a number from 1 to K + 1")
         if rates is None:
             return

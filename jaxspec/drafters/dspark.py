@@ -10,6 +10,7 @@ from jaxspec.drafters.config import ConfidenceConfig, DrafterConfig, MarkovConfi
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
+from jaxspec_kernels.projection import project
 
 
 class DSpark(DFlash):
@@ -142,7 +143,9 @@ class ConfidenceHead(nnx.Module):
             if embedded is None:
                 raise ValueError("the confidence head sees the sequential head's embedding, and there is none")
             features = jnp.concatenate([hidden, embedded], axis=-1)
-        logit = self.projection(features)[..., 0].astype(jnp.float32)
+        assert self.projection.bias is not None
+        weight, bias = self.projection.weight[...].astype(jnp.float32), self.projection.bias[...].astype(jnp.float32)
+        logit = project(features.astype(jnp.float32), weight, self.projection.in_dims)[..., 0] + bias[0]
         if slot is None or not self.config.temperatures:
             return logit
         return logit / self.config.temperatures[slot]

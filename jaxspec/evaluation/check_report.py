@@ -27,8 +27,8 @@ def lossless_lines(greedy: Sequence[GreedyCheck], drawn: Sequence[DrawCheck], ex
     lines = [title, *aligned(rows)]
     lines += [f"{one.name}: {difference}" for one in greedy for difference in one.differences]
     if drawn:
-        rows = [["run", "draws", "cells", "p"]]
-        rows += [[one.name, str(one.draws), str(one.cells), f"{one.p:.3g}"] for one in drawn]
+        rows = [["run", "draws", "second tokens behind", "cells", "p"]]
+        rows += [[one.name, str(one.draws), str(one.seconds), str(one.cells), f"{one.p:.3g}"] for one in drawn]
         lines += ["", f"sampled output against the verifier's distribution (chi-square; p must exceed {LEAST_P})"]
         lines += aligned(rows)
     else:
@@ -73,7 +73,14 @@ def lossless_json(greedy: Sequence[GreedyCheck], drawn: Sequence[DrawCheck]) -> 
             for one in greedy
         ],
         "sampled": [
-            {"name": one.name, "draws": one.draws, "cells": one.cells, "p": one.p, "passed": one.passed}
+            {
+                "name": one.name,
+                "draws": one.draws,
+                "second_tokens_behind": one.seconds,
+                "cells": one.cells,
+                "p": one.p,
+                "passed": one.passed,
+            }
             for one in drawn
         ],
     }

@@ -18,6 +18,7 @@ from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.programs import power_of_two
 from jaxspec.decoding.sampling import SamplingRows, filter_logits
 from jaxspec.drafters.base import Drafter
+from jaxspec.errors import InputError
 from jaxspec.evaluation.lossless import SCRIPTED_DRAFTS, Judge
 from jaxspec.evaluation.models import Models, OnCompile, Run
 from jaxspec.evaluation.scripted import Scripted, oracle_table
@@ -39,12 +40,14 @@ class DrawCheck:
         draws: answers drawn.
         p: of the test; 0 where a token came out that the verifier excludes.
         cells: degrees of freedom.
+        seconds: first tokens behind which the second one was tested.
     """
 
     name: str
     draws: int
     p: float
     cells: int
+    seconds: int
 
     @property
     def passed(self) -> bool:
@@ -63,7 +66,14 @@ def check_drafters(
         params: sampling, not greedy.
         draws: answers for each.
         show: progress.
+
+    Raises:
+        InputError: a prompt without room for two tokens, or too few draws to test anything by.
     """
+    if len(prompt) + 2 > models.config.max_positions:
+        raise InputError(
+            f"--draws: the shortest prompt has {len(prompt)} tokens, and two more do not fit {models.config.max_positions}"
+        )
     drafts = max((run.engine.programs.plan.drafts for run in runs[1:]), default=SCRIPTED_DRAFTS)
     rows = min(power_of_two(draws), MOST_ROWS)
     while rows > 1 and rows * (drafts + 1) * models.config.vocab_size > MOST_LOGITS:
@@ -103,38 +113,50 @@ def check_draws(
         prompt: token ids.
         params: sampling, not greedy.
         draws: how many.
+
+    Raises:
+        InputError: too few of them to tell the first token's distribution from any other.
     """
+    wanted = _distribution(judge, prompt, params)
+    if np.count_nonzero(wanted) > 1 and not _cells(wanted * draws)[1:]:
+        raise InputError(
+            f"--draws {draws} is too few to test anything: no two tokens are expected {LEAST_EXPECTED:g} times each"
+        )
     each = [replace(params, seed=seed, max_new_tokens=2, ignore_eos=True) for seed in range(draws)]
     answers = [result.token_ids for result in engine.generate([prompt] * draws, each)]
     first = Counter(answer[0] for answer in answers)
-    tests = [(prompt, first)]
+    tests = [(wanted, first)]
     for token, number in first.most_common(MOST_FIRST):
         if number >= LEAST_SECOND:
-            tests.append(([*prompt, token], Counter(answer[1] for answer in answers if answer[0] == token)))
+            behind = _distribution(judge, [*prompt, token], params)
+            tests.append((behind, Counter(answer[1] for answer in answers if answer[0] == token)))
     statistic, cells, possible = 0.0, 0, True
-    for sequence, counts in tests:
-        value, freedom, fits = chi_square(counts, _distribution(judge, sequence, params))
+    for distribution, counts in tests:
+        value, freedom, fits = chi_square(counts, distribution)
         statistic, cells, possible = statistic + value, cells + freedom, possible and fits
     p = float(jax.scipy.stats.chi2.sf(np.float32(statistic), np.float32(cells))) if cells else 1.0
-    return DrawCheck(name, draws, p if possible else 0.0, cells)
+    return DrawCheck(name, draws, p if possible else 0.0, cells, len(tests) - 1)
 
 
 def chi_square(counts: Counter[int], p: np.ndarray) -> tuple[float, int, bool]:
     """Statistic, degrees of freedom, and whether only possible tokens came out; p float64 [V]."""
-    total = sum(counts.values())
     observed = np.zeros(len(p))
     observed[list(counts)] = list(counts.values())
-    expected = p * total
-    common = expected >= LEAST_EXPECTED
-    observed_cells = np.append(observed[common], observed[~common].sum())
-    expected_cells = np.append(expected[common], expected[~common].sum())
-    if expected_cells[-1] < LEAST_EXPECTED and len(expected_cells) > 1:  # join the rest with the rarest cell
-        rarest = int(np.argmin(expected_cells[:-1]))
-        for cells in (observed_cells, expected_cells):
-            cells[rarest] += cells[-1]
-        observed_cells, expected_cells = observed_cells[:-1], expected_cells[:-1]
-    statistic = float(np.sum((observed_cells - expected_cells) ** 2 / np.maximum(expected_cells, 1e-300)))
-    return statistic, len(observed_cells) - 1, not observed[p == 0].any()
+    expected = p * sum(counts.values())
+    cells = _cells(expected)
+    found, wanted = (np.array([values[ids].sum() for ids in cells]) for values in (observed, expected))
+    statistic = float(np.sum((found - wanted) ** 2 / np.maximum(wanted, 1e-300)))
+    return statistic, len(cells) - 1, not observed[p == 0].any()
+
+
+def _cells(expected: np.ndarray) -> list[np.ndarray]:
+    """Token ids in groups that are expected often enough: one each, the rest together, with the rarest of the others if need be."""
+    common = sorted(np.flatnonzero(expected >= LEAST_EXPECTED), key=lambda token: -expected[token])
+    rest = np.flatnonzero(expected < LEAST_EXPECTED)
+    cells = [np.array([token]) for token in common]
+    if expected[rest].sum() >= LEAST_EXPECTED or not cells:
+        return [*cells, rest]
+    return [*cells[:-1], np.append(rest, cells[-1])]
 
 
 def _distribution(judge: Judge, sequence: Sequence[int], params: SamplingParams) -> np.ndarray:

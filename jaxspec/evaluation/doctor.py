@@ -17,6 +17,7 @@ from jaxspec.decoding.params import SamplingParams
 from jaxspec.decoding.result import Cycle, Result
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.config import DrafterConfig
+from jaxspec.errors import InputError
 from jaxspec.evaluation.models import Models, OnCompile
 from jaxspec.evaluation.prompt_sets import encode
 from jaxspec.prompts import PromptItem, apply_chat
@@ -157,7 +158,10 @@ def diagnose(subject: Subject, show: OnCompile) -> Diagnosis:
             models, module = reload()
             return subject.engine(module, models).generate(prompts, params)
 
-        attempt(f"dtype {dtype}", f"use --dtype {dtype}", in_other_dtype)
+        try:
+            attempt(f"dtype {dtype}", f"use --dtype {dtype}", in_other_dtype)
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError) as error:  # the models a second time may not fit
+            trials.append(Trial(f"dtype {dtype}", note=f"could not be tried: {str(error).splitlines()[0][:100]}"))
     engine.programs.set_drafter(with_shuffled_weights(drafter))
     attempt("weights shuffled", "", lambda: engine.generate(prompts, params))
     show(None)

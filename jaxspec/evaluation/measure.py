@@ -3,7 +3,7 @@
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -165,11 +165,6 @@ def in_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[li
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
-
-
-def fixed_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """With a seed where none was given, so that a run can be repeated."""
-    return params if params.seed is not None else replace(params, seed=seed)
 
 
 def peak_memory() -> PeakMemory:

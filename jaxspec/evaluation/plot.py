@@ -21,12 +21,13 @@ def plot(path: Path, measured: "Sequence[Measurement]") -> None:
         assert one.acceptance is not None and one.run.drafter is not None
         rates = one.acceptance.totals.acceptance_per_position
         left.plot(range(1, len(rates) + 1), rates, marker="o", label=one.run.name)
-        speeds.setdefault(one.run.drafter, []).append((len(rates), one.tokens_per_s))
+        name = one.run.name.rpartition(" K=")[0] or one.run.name
+        speeds.setdefault(name, []).append((len(rates), one.tokens_per_s))
     left.set(xlabel="position in the block", ylabel="share of cycles that accept it", ylim=(0, 1.02))
     right.axhline(measured[0].tokens_per_s, color="black", linestyle="--", label="plain")
-    for drafter, points in speeds.items():
+    for name, points in speeds.items():
         drafts, speed = zip(*sorted(points), strict=True)
-        right.plot(drafts, speed, marker="o", label=Path(drafter).name or drafter)
+        right.plot(drafts, speed, marker="o", label=name)
     right.set(xlabel="K, drafts a cycle", ylabel="tokens/s")
     right.set_ylim(bottom=0)
     for axes in (left, right):

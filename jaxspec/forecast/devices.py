@@ -49,11 +49,10 @@ GPUS = {
         Device("h100-80gb", 80 * GIB, 2 * GIB, 3.35e12, {"bfloat16": 989e12, "float32": 67e12}, 450e9, _HOPPER),
     )
 }
-NAMES = (*GPUS, "cpu")
 
 
 def find(name: str) -> Device:
-    """One of NAMES; the CPU is this machine's, measured now."""
+    """One of GPUS, or "cpu": this machine's, measured now."""
     return this_cpu() if name == "cpu" else GPUS[name]
 
 

@@ -12,21 +12,24 @@ from jaxspec.forecast.setup import Setup, Weight
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange in a cycle, along `tensor` and `expert`.
+    """One kind of exchange in a cycle, along `tensor`, or along `tensor` and `expert`.
 
     Fields:
         kind: as XLA calls it.
         count: how many.
         nbytes: of the whole array in each.
+        devices: that exchange.
     """
 
     kind: str
     count: int
     nbytes: int
+    devices: int
 
-    def sent(self, devices: int) -> float:
-        """Bytes that one of `devices` in a ring sends for all of them."""
-        share = (devices - 1) / devices
+    @property
+    def sent(self) -> float:
+        """Bytes that one of the devices, in a ring, sends for all of them."""
+        share = (self.devices - 1) / self.devices
         return self.count * self.nbytes * share * (2 if self.kind == "all-reduce" else 1)
 
 
@@ -49,7 +52,7 @@ class Pass:
     def seconds(self, setup: Setup, device: Device) -> float:
         """The slower of reading and computing, and then the exchange."""
         here = max(self.nbytes / device.bandwidth, self.flops / device.flops[setup.dtype.name])
-        sent = sum(one.sent(setup.tensor * setup.sizes["expert"]) for one in self.collectives)
+        sent = sum(one.sent for one in self.collectives)
         return here + (sent / device.link if sent else 0.0)
 
 
@@ -64,7 +67,7 @@ def verify(setup: Setup, batch: int, context: int, drafts: int) -> Pass:
     exchanged = _collectives(setup, config.layers, config.width, batch, block, block, config.vocab_size, False)
     if setup.tensor > 1 and config.per_layer_width:
         embedded = tokens * config.num_layers * config.per_layer_width * setup.dtype.itemsize
-        exchanged = (*exchanged, Collective("all-reduce", 1, embedded))
+        exchanged = (*exchanged, Collective("all-reduce", 1, embedded, setup.tensor))
     return Pass("verify", nbytes + seen[0], flops + seen[1], exchanged)
 
 
@@ -159,8 +162,9 @@ def _collectives(
     found = []
     if setup.tensor > 1:
         sums = 1 + len(layers) + dense
-        found.append(Collective("all-reduce", sums, rows * block * width * size))
-        found.append(Collective("all-gather", 1, rows * heads * vocab * size))
+        found.append(Collective("all-reduce", sums, rows * block * width * size, setup.tensor))
+        found.append(Collective("all-gather", 1, rows * heads * vocab * size, setup.tensor))
     if experts:  # summed in float32, along expert and tensor together
-        found.append(Collective("all-reduce", experts, rows * block * width * 4))
+        both = setup.tensor * setup.sizes["expert"]
+        found.append(Collective("all-reduce", experts, rows * block * width * 4, both))
     return tuple(found)

@@ -87,7 +87,8 @@ def compiled_memory(
 
 
 def largest_batch(setup: Setup, capacity: int, device: Device, scale: float = 1.0) -> int:
-    """Most rows whose caches of S = `capacity` slots fit, 0 for none. `scale`: of temporaries to their estimate."""
+    """Most rows whose caches of S = `capacity` slots fit, 0 for none; for more than MOST_ROWS a part along `data`, that many.
+    `scale`: of temporaries to their estimate."""
     data = setup.sizes["data"]
 
     def fits(rows: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.forecast.compiled import Memory
 from jaxspec.forecast.devices import Device
 from jaxspec.forecast.floor import Pass, draft, verify
-from jaxspec.forecast.memory import Parts, estimated_temporaries, largest_batch, largest_context, parts
+from jaxspec.forecast.memory import MOST_ROWS, Parts, estimated_temporaries, largest_batch, largest_context, parts
 from jaxspec.forecast.setup import Setup
 
 GB = 1e9
@@ -166,7 +166,8 @@ def forecast_lines(found: Forecast, setup: Setup, device: Device, batch: int, co
     lines += [f"{name:<{WIDTH}} {nbytes / GB:9.3f} GB" for name, nbytes in names.items()]
     verdict = "fits" if found.fits else "DOES NOT FIT"
     lines.append(f"{'on each device':<{WIDTH}} {found.memory.total / GB:9.3f} GB of {found.usable / GB:.1f}: {verdict}")
-    lines.append(f"{'largest batch':<{WIDTH}} {found.largest_batch:9} at this context")
+    more = " or more" if found.largest_batch == MOST_ROWS * setup.sizes["data"] else ""
+    lines.append(f"{'largest batch':<{WIDTH}} {found.largest_batch:9}{more} at this context")
     lines.append(f"{'largest context':<{WIDTH}} {found.largest_context:9} at this batch")
     lines.append("")
     for kind, one in collectives_of(found.passes).items():
