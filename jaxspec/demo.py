@@ -31,7 +31,7 @@ WHEEL_VARIABLE = "JAXSPEC_DEMO_WHEEL"
 
 DRAFTER_PREFIX = "demo-"
 DRAFTERS = Path(__file__).with_name("demo_drafters")  # a directory for each method, the four that come with jaxspec
-DEFAULT_DRAFTER = "demo-dspark"
+DEFAULT_DRAFTER = "demo-eagle3"  # the fastest of the four
 
 _MARKER = "jaxspec-demo.json"
 _CONVERSION = 1  # raised when a newer jaxspec writes other files from the same GGUF
