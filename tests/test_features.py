@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(features_module, "save_file", full)
+    monkeypatch.setattr(features_module, "save_tensors", full)
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
         write(samples, tmp_path)
     FeatureStore(tmp_path, SOURCE).require(samples[:3])

@@ -85,7 +85,7 @@ def test_stdin_is_the_prompt_where_there_is_no_other(model, capsys, monkeypatch)
         (["a", "--temperature", "nan"], "temperature is nan;"),
         (["a", "--top-p", "0"], "top_p is 0.0; it must be a number above 0 and at most 1"),
         (["a", "--top-p", "1.5"], "top_p is 1.5;"),
-        (["a", "--repetition-penalty", "0"], "repetition_penalty is 0.0; it must be a number above 0"),
+        (["a", "--repetition-penalty", "0"], "repetition_penalty is 0.0; it must be a number of at least 0.001"),
         (["a", "--seed", "-1"], "seed is -1;"),
         (["a", "--stop", ""], "stop holds ''"),
         (["a", "--output", "yaml"], "argument --output: invalid choice: 'yaml'"),
