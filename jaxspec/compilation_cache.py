@@ -15,9 +15,9 @@ def enable() -> None:
 
     Does nothing where one is set already (`JAX_COMPILATION_CACHE_DIR` or `jax_compilation_cache_dir`). Where the directory cannot be
     written it warns and compiles without. Programs of any compile time are kept: by default JAX leaves out what compiles in under a
-    second, which is most of a small model. The directory holds at most 4 GiB,
-    or what `JAX_COMPILATION_CACHE_MAX_SIZE` says; with a limit JAX also locks it round each read and write,
-    so that processes started together do not read half a program.
+    second, which is most of a small model. The directory holds at most 4 GiB, or what
+    `JAX_COMPILATION_CACHE_MAX_SIZE` says; with a limit JAX also locks it round each read and write, so that processes started together do
+    not read half a program.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return

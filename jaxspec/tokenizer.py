@@ -85,13 +85,7 @@ class Tokenizer:
         mode = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._tokenizer.apply_chat_template([dict(message) for message in messages], **how, **mode)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-        ) as error:  # what templates do with what they expect not
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"messages: the model's chat template refuses them: {error}") from error
 
     def mask_id(self, vocab_size: int) -> int | None:

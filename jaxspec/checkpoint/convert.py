@@ -1,7 +1,8 @@
 """Converting a checkpoint: what it is, whether the other format can hold it, and a report of what was read and written."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +89,13 @@ def convert(
         for flag, given in (("--drop", drop), ("--verifier", verifier)):
             if given:
                 raise InputError(f"{flag}: {source} is a verifier; {flag} goes with a drafter")
-        return _reporting(target, lambda: _convert_verifier(source, target, to, wanted, devices))
+        with _disk_errors(target):
+            return _convert_verifier(source, target, to, wanted, devices)
     if mesh is not None:
         raise InputError(f"--mesh: {source} is a drafter, which host memory holds; --mesh goes with a verifier")
     lending = None if verifier is None else _lender(verifier)
-    return _reporting(target, lambda: _convert_drafter(source, target, to, wanted, drop, lending))
+    with _disk_errors(target):
+        return _convert_drafter(source, target, to, wanted, drop, lending)
 
 
 def _target(dst: str | Path) -> Path:
@@ -102,10 +105,11 @@ def _target(dst: str | Path) -> Path:
         raise InputError(f"{dst}: {error}") from error
 
 
-def _reporting(target: Path, convert: Callable[[], Report]) -> Report:
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
     """Raises InputError where the disk fails, which is full or its limit reached."""
     try:
-        return convert()
+        yield
     except OSError as error:
         raise InputError(f"{target}: cannot be written: {error.strerror or error}") from error
 

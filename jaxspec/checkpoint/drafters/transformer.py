@@ -96,9 +96,8 @@ def read_windows(fields: Fields, qwen3: bool) -> list[tuple[bool, int | None]]:
     """
     count = fields.integer("num_hidden_layers")
     wanted = not qwen3 or fields.flag("use_sliding_window", False)
-    default = 4096 if qwen3 and "sliding_window" not in fields.data else None  # Qwen3Config's
-    given = fields.get("sliding_window") is not None or default is not None
-    window = fields.integer("sliding_window", default) if wanted and given else None
+    sized = fields if "sliding_window" in fields.data or not qwen3 else with_defaults(fields, {"sliding_window": 4096})
+    window = sized.integer("sliding_window") if wanted and sized.get("sliding_window") is not None else None
     first = fields.count("max_window_layers", 28) if qwen3 and window is not None else count
     types = layer_types(fields, [SLIDING if index >= first else FULL for index in range(count)])
     return [(kind == SLIDING, window if kind == SLIDING else None) for kind in types]
