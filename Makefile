@@ -20,7 +20,7 @@ DEVICE ?= .venv-device
 CUDA ?= cuda12
 # Where pip finds CPU builds of torch, beside the configured index. On Linux the index's own builds carry CUDA: right, but large.
 TORCH_INDEX ?=
-PROMPT ?= Write three sentences about the sea.
+PROMPT ?= A baker bakes 12 loaves an hour for 5 hours and sells each for 3 dollars. How much does he earn?
 DEMO_FLAGS ?= --max-new-tokens 96
 PYTEST_FLAGS ?=
 CASES ?=
@@ -41,7 +41,7 @@ endef
 .PHONY: help demo test test-latest lint reference reference-test goldens drafter-goldens training-goldens bench bench-cycle bench-train bench-device aot clean FORCE
 
 help:
-	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\" and show tokens/s"
+	@echo "make demo         set up, fetch the demo model once, generate from PROMPT=\"...\", show tokens/s with a drafter and without"
 	@echo "make test         set up, run the tests            (PYTEST_FLAGS=\"-k name\")"
 	@echo "make test-latest  the tests under the newest Python found and the newest JAX"
 	@echo "make lint         ruff and the type checker"
@@ -95,6 +95,8 @@ $(AOT)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	@$(VENV)/bin/python tools/fetch_demo.py
 	@$(VENV)/bin/python -m jaxspec.generate --stats $(DEMO_FLAGS) "$(PROMPT)"
+	@echo "the same text without a drafter:"
+	@$(VENV)/bin/python -m jaxspec.generate --stats $(DEMO_FLAGS) --drafter none "$(PROMPT)" > /dev/null
 
 test: $(VENV)/.installed-dev
 	@$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
