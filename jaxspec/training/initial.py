@@ -66,7 +66,10 @@ def open_start(recipe: DrafterRecipe, verifier: Lender) -> OpenedDrafter | None:
     """The checkpoint of `init_from`, checked against the verifier and the method; None where there is none."""
     if recipe.init_from is None:
         return None
-    opened = open_drafter(recipe.init_from, verifier.config.num_layers)
+    try:
+        opened = open_drafter(recipe.init_from, verifier.config.num_layers)
+    except InputError as error:
+        raise InputError(f"drafter.init_from {error}") from error
     check_verifier(opened.config, opened.verifier.num_layers, verifier.config, f"drafter.init_from {opened.path}")
     if opened.config.method not in _EXTENDS[recipe.method]:
         fitting = " or ".join(_EXTENDS[recipe.method])
